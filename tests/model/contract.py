@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from tests.model import grants
+from tests.model import grants, holders
 from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, read_back
 from tests.model.line import AWAY, waiter, waiting
 from tests.model.lock import Call
@@ -53,6 +53,11 @@ class Played(NamedTuple):
             return self.error.split()[0]
         reply = self.reply.split()[0] if isinstance(self.reply, bytes) else self.reply[0]
         return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+    @property
+    def words(self) -> list[Any]:
+        """All that it answers, as text."""
+        return [word.decode() if isinstance(word, bytes) else word for word in _words(self.reply)]
 
 
 class Refusing(Server):
@@ -164,7 +169,7 @@ def tells_what_it_found(script: Script, call: Call, found: Played) -> bool:
     """The reply says the time, and the lock's value, record and whatever else was there."""
     if found.error or found.word == "more":
         return True
-    reply = [word.decode() if isinstance(word, bytes) else word for word in _words(found.reply)]
+    reply = found.words
     after = read_back(found.keys, call.now // MS)
     check = _TELLS.get(call.name)
     return check is None or check(call, found.word, reply, after)
@@ -402,6 +407,7 @@ CLAUSES: tuple[Clause, ...] = (
     forbidden_leaves_no_key_for_ever,
     is_the_same_again,
     *grants.CLAUSES,
+    *holders.CLAUSES,
 )
 
 

@@ -44,7 +44,18 @@ def crowded(call: Call, seed: int) -> Call:
     draw = random.Random(seed)
     for change in draw.sample(CHANGES, draw.choice((1, 2, 4, len(CHANGES)))):
         call = change(call, draw)
+    call = _with_one_of_its_own(call)
     return call._replace(store=purge(call.store, call.now))
+
+
+def _with_one_of_its_own(call: Call) -> Call:
+    """A task has one permit at most: of several the first."""
+    store, tasks = call.store, _tasks_of(call)
+    own = [n for n in range(1 + len(store.others)) if task_of(at(store, n).holder.token)[0] in tasks]
+    for number in own[1:]:
+        permit = at(store, number)
+        store = at(permit._replace(value=None, expiry=None, record=None, record_expiry=None), number)
+    return call._replace(store=store)
 
 
 def _of_another_token(call: Call, draw: random.Random) -> Call:

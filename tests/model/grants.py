@@ -1,11 +1,21 @@
-"""What the verbs of a holder may change, and how a lock is granted: clauses of their contract."""
+"""How a lock is granted, or a start is paced: clauses of the contract of acquire.lua."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from tests.model.layout import laid_out, read_back
+from tests.model.edits import (
+    before,
+    given_back,
+    in_line,
+    kept,
+    line_lasts,
+    out_of_line,
+    permits_in,
+    with_call,
+    without_calls,
+)
+from tests.model.layout import read_back
 from tests.model.line import AWAY, Waiter, waiter, waiting
 from tests.model.lock import Call
 from tests.model.permits import at, limit_of, pace_of
@@ -15,10 +25,7 @@ from tests.model.store import (
     NOT_A_STRING,
     NUMBER,
     SECOND,
-    Calls,
     Known,
-    Line,
-    Mark,
     Record,
     Start,
     Starts,
@@ -40,76 +47,6 @@ AHEAD = 20_000
 NEVER = 10**17
 """When a value ends that says no time."""
 STARTS_KEPT = 1_100
-LINGERS_MORE = 50_000
-"""How long (us) a lock is kept for one that asks by itself, after it was to ask."""
-
-
-# What is written
-
-
-def with_permit(
-    store: Store, number: int, value: str | None, expiry: int | None, record: Record, lasts: int
-) -> Store:
-    """The keys with another value and record of a permit, and when each expires."""
-    permit = at(store, number)._replace(value=value, expiry=expiry, record=record, record_expiry=lasts)
-    return at(permit, number)
-
-
-def kept(store: Store, number: int, record: Record, retention: int) -> Store:
-    """A permit that somebody has: its value is the deadline's, and both keys last longer by the retention."""
-    expiry = up(record.deadline, MS) + retention
-    return with_permit(store, number, seconds(record.deadline), expiry, record, expiry)
-
-
-def given_back(store: Store, number: int, record: Record, expiry: int) -> Store:
-    """A permit that is nobody's: of whose it was the record alone says something, for a while."""
-    return with_permit(store, number, None, None, record._replace(deadline=0), expiry)
-
-
-def in_line(store: Store, task: str, place: int) -> Store:
-    """The line with a task at this place."""
-    places = [(since, other) for since, other in store.line.places if other != task]
-    ordered = sorted([*places, (place, task)], key=lambda each: (each[0], each[1].encode()))
-    return store._replace(line=store.line._replace(places=tuple(ordered)))
-
-
-def out_of_line(store: Store, *tasks: str) -> Store:
-    """The line without these tasks."""
-    places = tuple(each for each in store.line.places if each[1] not in tasks)
-    return store._replace(line=store.line._replace(places=places) if places else Line())
-
-
-def with_call(store: Store, task: str, text: str) -> Store:
-    """The calls with this text for a task."""
-    fields = {**dict(store.calls.fields), task: text}
-    ordered = tuple(sorted(fields.items(), key=lambda each: each[0].encode()))
-    return store._replace(calls=store.calls._replace(fields=ordered))
-
-
-def without_calls(store: Store, *tasks: str) -> Store:
-    """The calls without those of these tasks."""
-    fields = tuple(each for each in store.calls.fields if each[0] not in tasks)
-    return store._replace(calls=store.calls._replace(fields=fields) if fields else Calls())
-
-
-def line_lasts(store: Store, ms: int) -> Store:
-    """The line lasts so long at least, if there is one."""
-    line = store.line
-    return store._replace(line=line._replace(lease=max(line.lease, ms))) if line.places else store
-
-
-def permits_last(store: Store, ms: int) -> Store:
-    """How many permits there are is known for so long at least, if it is known."""
-    known = store.known
-    return store._replace(known=known and known._replace(lease=max(known.lease, ms)))
-
-
-def before(call: Call) -> Store:
-    """The keys as the call finds them."""
-    return read_back(dict(laid_out(call.store, call.now // MS)), call.now // MS)
-
-
-# Who asks for a lock
 
 
 class Caller(NamedTuple):
@@ -148,7 +85,11 @@ def heir_of(permit: Store) -> str | None:
     return permit.holder.info if permit.holder.state == "handed" else None
 
 
-# Which permit
+def speaks_of_its_value(call: Call, permit: Store) -> bool:
+    """Whether a permit's record, not another program, says whose it is."""
+    deadline = permit.holder.deadline
+    is_last = call.now < deadline or permit.value == seconds(deadline)
+    return permit.value is not None and deadline > 0 and is_last
 
 
 def ends(call: Call, permit: Store) -> int:
@@ -158,8 +99,8 @@ def ends(call: Call, permit: Store) -> int:
         return 0
     if not NUMBER.fullmatch(value):
         return NEVER
-    is_ours = call.now < deadline or value == seconds(deadline)
-    till = deadline if is_ours and deadline else int((min(float(value), 1e11) + 1) * SECOND)
+    is_recorded = speaks_of_its_value(call, permit)
+    till = deadline if is_recorded else int((min(float(value), 1e11) + 1) * SECOND)
     return till if call.now < till else 0
 
 
@@ -187,7 +128,7 @@ def rank_of(call: Call, caller: Caller, permit: Store) -> int:
         if caller.place is not None and record.info == caller.place:
             return ITS
         return ANOTHERS if is_live and caller.woken else other
-    if permit.value is None or not (is_live or permit.value == seconds(record.deadline)):
+    if not speaks_of_its_value(call, permit):
         return other
     if record.token == call.told[0] or (caller.task is not None and task_of(record.token)[0] == caller.task):
         if is_live and record.state != "resting":
@@ -195,13 +136,6 @@ def rank_of(call: Call, caller: Caller, permit: Store) -> int:
         return LAPSED if is_live or caller.is_first(None) else other
     is_dead = is_live and record.state == "running" and record.token == call.told[4] != ""
     return DEAD if is_dead else other
-
-
-def permits_in(call: Call) -> list[Store]:
-    """The permits whose keys the call is told."""
-    return [
-        at(call.store, number) for number in range(1 + sum(key.startswith(b"lock#") for key in call.keys))
-    ]
 
 
 def choice_of(call: Call, caller: Caller) -> Choice:
@@ -212,12 +146,6 @@ def choice_of(call: Call, caller: Caller) -> Choice:
         for number, permit in enumerate(permits_in(call))
     )
     return min(each for each in ranked if each.number < limit or each.rank <= LAPSED)
-
-
-def words(found: Played) -> list[Any]:
-    """The reply, as text."""
-    reply = found.reply.split(b" ") if isinstance(found.reply, bytes) else found.reply
-    return [word.decode() if isinstance(word, bytes) else word for word in reply]
 
 
 def is_about_a_permit(call: Call, found: Played) -> bool:
@@ -232,7 +160,7 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     """
     if not is_about_a_permit(call, found):
         return True
-    choice, reply = choice_of(call, caller_of(call)), words(found)
+    choice, reply = choice_of(call, caller_of(call)), found.words
     if len(reply) < 5:
         return int(reply[3]) == choice.number
     if int(reply[8]) != choice.number:
@@ -248,9 +176,6 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
         return (int(reply[9]), reply[10:]) == (spare, [None, None, 0])
     told = [permits[longest].value, str(permits[longest].record), longest]
     return (int(reply[9]), reply[10:]) == (spare, told)
-
-
-# The pace
 
 
 def earliest_start(call: Call, promised: int, ahead: int = 0) -> int:
@@ -313,7 +238,7 @@ def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
     till = turn_of(call, caller, choice).till
     if not till or found.word != "paced":
         return (found.word == "paced") == bool(till)
-    reply = words(found)
+    reply = found.words
     old, new = at(call.store, choice.number), at(read_back(found.keys, call.now // MS), choice.number)
     is_own = choice.rank <= LAPSED and caller.task in (task_of(old.holder.token)[0], "")
     is_own = is_own and caller.task is not None
@@ -338,13 +263,10 @@ def says_when_it_ends(script: Script, call: Call, found: Played) -> bool:
     """Of a lock that is held it is said when it ends: 0 if its value says no time."""
     if call.name != "acquire" or found.error or found.word != "held":
         return True
-    reply = words(found)
+    reply = found.words
     permit = at(call.store, int(reply[8]) if "#" in call.verb else 0)
     till = ends(call, permit)
     return int(reply[1]) == (0 if till == NEVER else till)
-
-
-# What an acquire changes
 
 
 def _after_acquire(call: Call, found: Played) -> Store:
@@ -484,192 +406,11 @@ def _begun(call: Call, store: Store, caller: Caller, vain: str) -> Store:
     return store._replace(tickets=tuple(sorted(tickets.items(), key=lambda each: each[0].encode())))
 
 
-# What a release changes
-
-
-class Heir(NamedTuple):
-    """Whom a lock is handed to, for how long (us); and who has not asked again in time."""
-
-    task: str | None
-    keep: int
-    gone: list[str]
-
-
-def heir_in_line(call: Call) -> Heir:
-    """The first in line that is to be woken, or may still ask again; nobody behind ten that are gone."""
-    gone: list[str] = []
-    if len(call.keys) <= 2 or call.told[4] == "":
-        return Heir(None, 0, gone)
-    known = dict(call.store.calls.fields)
-    for task in waiting(call.store)[:10]:
-        text = known.get(task, "")
-        if not text.startswith("@"):
-            return Heir(task, int(call.told[4]), gone)
-        if call.now < int(text[1:]):
-            return Heir(task, int(text[1:]) - call.now + LINGERS_MORE, gone)
-        gone.append(task)
-    return Heir(None, 0, gone)
-
-
-def _is_resent(call: Call) -> bool:
-    """Whether a release has done nothing: its holder has released already, or it is another's."""
-    record = at(call.store, number_of(call)).holder
-    return record.token != call.told[0] or record.state not in ("running", "failed")
-
-
-def number_of(call: Call) -> int:
-    """Whose keys a script of one permit is told."""
-    return int(call.keys[0].partition(b"#")[2] or 0)
-
-
-def _after_release(call: Call, found: Played) -> Store:
-    """The lock rests, is handed to the first in line, or is nobody's; a retry is marked, a success noted."""
-    store, number, now_ms = before(call), number_of(call), call.now // MS
-    if _is_resent(call) or found.word == "lost":
-        return store
-    rest_until, remember = int(call.told[1]), int(call.told[2])
-    record, heir = at(store, number).holder, heir_in_line(call)
-    if found.word == "resting":
-        store = kept(store, number, record._replace(deadline=rest_until, state="resting"), remember)
-    elif heir.task is not None:
-        record = record._replace(
-            deadline=call.now + heir.keep, state="handed", since=call.now, info=heir.task
-        )
-        store = out_of_line(kept(store, number, record, remember), heir.task)
-    else:
-        store = given_back(store, number, record._replace(state=found.word), now_ms + remember)
-    if len(call.keys) > 5 and (deadline := at(store, number).holder.deadline):
-        store = permits_last(store, up(deadline - call.now, MS) + remember)
-    store = without_calls(out_of_line(store, *heir.gone), *heir.gone) if heir.gone else store
-    return _marks_after_release(call, store, found)
-
-
-def _marks_after_release(call: Call, store: Store, found: Played) -> Store:
-    """A retry is queued, unless another call is; a run that had its lock to itself counts as a success."""
-    again, done_for, now_ms = int(call.told[3]), int(call.told[5]), call.now // MS
-    task = task_of(call.told[0])[0]
-    if task is None:
-        return store
-    if again and store.mark is None:
-        store = store._replace(mark=Mark(task, now_ms + again))
-    was_running = at(call.store, number_of(call)).holder.state == "running"
-    if len(call.keys) > 6 and done_for and was_running and found.word != "gone":
-        store = store._replace(done=Mark(call.told[0], now_ms + done_for))
-    return store
-
-
-def says_more_only_if_there_is(script: Script, call: Call, found: Played) -> bool:
-    """A release says one word alone if nobody waits: there is nothing to tell."""
-    if call.name != "release" or found.error or found.word != "released":
+def grants_that_alone(script: Script, call: Call, found: Played) -> bool:
+    """Nothing changes but what a grant, or a refusal, stands for: all other keys are as they were."""
+    if call.name != "acquire" or found.error:
         return True
-    waits = heir_in_line(call).task is not None
-    leaves_line = len(call.keys) > 2 and call.told[4] == "" and bool(before(call).line.places)
-    return (len(words(found)) == 1) == (not _is_resent(call) and not waits and not leaves_line)
-
-
-# What the others change
-
-
-def _after_renew(call: Call, found: Played) -> Store:
-    """The deadline is moved, and all that lasts as long."""
-    return _longer(call, "running") if found.word in ("renewed", "repaired") else before(call)
-
-
-def _after_hold(call: Call, found: Played) -> Store:
-    """The lock is held for a retry, from now on for a lease."""
-    is_held = at(call.store, number_of(call)).holder.state == "running" and found.word == "held_for_retry"
-    return _longer(call, "held_for_retry") if is_held else before(call)
-
-
-def _longer(call: Call, state: str) -> Store:
-    store, number = before(call), number_of(call)
-    lease, retention = int(call.told[1]), int(call.told[2])
-    record = at(store, number).holder._replace(deadline=call.now + lease, state=state)
-    store = kept(store, number, record, retention)
-    return permits_last(store, up(lease, MS) + retention) if len(call.keys) > 2 else store
-
-
-def _after_free(call: Call, found: Played) -> list[Store]:
-    """A permit that is held for the task's retry is nobody's: which of several is not said."""
-    store, expiry = before(call), call.now // MS + int(call.told[1])
-    if found.word in ("lost", "more"):
-        return [store]
-    permits = permits_in(call)
-    owned = [number for number, permit in enumerate(permits) if _waits_for_retry(permit, call.told[0])]
-    return [
-        given_back(store, number, permits[number].holder._replace(state=found.word), expiry)
-        for number in owned
-    ]
-
-
-def _waits_for_retry(permit: Store, task: str) -> bool:
-    return permit.holder.state == "held_for_retry" and task_of(permit.holder.token)[0] == task
-
-
-def _after_mark(call: Call, found: Played) -> Store:
-    """The mark is the task's, and lasts for its lease at least."""
-    store, due = before(call), call.now // MS + int(call.told[1])
-    if found.word not in ("marked", "extended"):
-        return store
-    old = store.mark and store.mark.expiry
-    return store._replace(mark=Mark(call.told[0], max(old or 0, due)))
-
-
-def _after_unmark(call: Call, found: Played) -> Store:
-    """The mark is gone."""
-    return before(call)._replace(mark=None) if found.word == "freed" else before(call)
-
-
-_AFTER: dict[str, Callable[[Call, Any], Store | list[Store]]] = {
-    "acquire": _after_acquire,
-    "release": _after_release,
-    "renew": _after_renew,
-    "hold": _after_hold,
-    "free": _after_free,
-    "mark": _after_mark,
-    "extend": _after_mark,
-    "unmark": _after_unmark,
-}
-
-
-def changes_that_alone(script: Script, call: Call, found: Played) -> bool:
-    """Nothing changes but what the answer stands for: other keys, places and expiries are as they were."""
-    expected = _AFTER.get(call.name)
-    if expected is None or (found.error and call.name == "acquire"):
-        return True
-    after = read_back(found.keys, call.now // MS)
-    if found.error:
-        return after == before(call)
-    wanted = expected(call, found)
-    return after in wanted if isinstance(wanted, list) else after == wanted
-
-
-def stalls_only_a_line(script: Script, call: Call, found: Played) -> bool:
-    """`stalled` is said if calls wait for a lock that nobody living has, by any of its permits."""
-    if call.name != "mark" or found.word not in ("queued", "stalled"):
-        return True
-    first, *rest = permits_in(call)
-    is_idle = first.value is None or call.now >= first.holder.deadline or any(_is_past(call, p) for p in rest)
-    return (found.word == "stalled") == (bool(before(call).line.places) and is_idle)
-
-
-def _is_past(call: Call, permit: Store) -> bool:
-    value = permit.value
-    return value is None or (bool(NUMBER.fullmatch(value)) and call.now >= float(value) * SECOND)
-
-
-def tells_whose_it_is(script: Script, call: Call, found: Played) -> bool:
-    """A mark that is not made says whose run or success is in the way; of a run also value and record."""
-    if call.name != "mark" or found.error:
-        return True
-    reply, holder = words(found), call.store.holder
-    if found.word == "running":
-        return reply[1:] == [task_of(holder.token)[0], str(call.now), call.store.value, str(holder)]
-    if found.word == "done":
-        token = call.store.done.task_id if call.store.done else ""
-        task = task_of(token)[0]
-        return reply[1:] == [token if task is None else task, str(call.now), None, None]
-    return reply[3:] == [None, None]
+    return read_back(found.keys, call.now // MS) == _after_acquire(call, found)
 
 
 CLAUSES = (
@@ -677,8 +418,5 @@ CLAUSES = (
     starts_at_its_time,
     nobody_passes_the_line,
     says_when_it_ends,
-    says_more_only_if_there_is,
-    stalls_only_a_line,
-    tells_whose_it_is,
-    changes_that_alone,
+    grants_that_alone,
 )
