@@ -76,6 +76,7 @@ def broken_by(verb: str, text: str) -> Iterator[str]:
             yield broken_clause(wrong, call, found)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("verb", [verb for verb in TEXTS if verb.rstrip("#") in KNOWN_WORDS])
 def test_scripts_keep_their_contracts(verb):
     """In all calls of the scenarios, and in others that come of them by a change."""
