@@ -11,7 +11,7 @@ import pytest
 
 from tests.bounds import bound
 from tests.model.contract import KNOWN_WORDS, Played, broken_clause, played
-from tests.model.crowded import VERBS, crowded
+from tests.model.beside import VERBS, crowded
 from tests.model.explorer import explore
 from tests.model.layout import LINE, LOCK, PERMITS, RECORD, others
 from tests.model.lock import TEXTS, Call, mistaken
