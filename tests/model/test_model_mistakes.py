@@ -9,6 +9,7 @@ import pytest
 
 from tests.bounds import bound
 from tests.model.asked import explored_calls
+from tests.model.beside import VERBS, beside_much
 from tests.model.contract import KNOWN_WORDS, Played, broken_clause, played
 from tests.model.lock import TEXTS, Call, mistaken
 from tests.model.mistakes import MISTAKES
@@ -29,9 +30,12 @@ LOOKED_FOR = bound(MISTAKES.keys() - {"contract"}, full=MISTAKES.keys())
 
 @cache
 def calls_of(verb: str) -> list[tuple[Call, Played, Played]]:
-    """Calls of a script, explored and perturbed, and what it makes of each, also on a server that is full."""
+    """Calls of a script, crowded, perturbed and explored; what it makes of each, also on a full server."""
     explored = explored_calls()[verb][:OF_EACH]
-    calls = [perturbed(call, seed) for seed, call in enumerate((explored * OF_EACH)[:OF_EACH])] + explored
+    calls = [perturbed(call, seed) for seed, call in enumerate((explored * OF_EACH)[:OF_EACH])]
+    if verb.rstrip("#") in VERBS:
+        calls = [*[beside_much(call, seed) for seed, call in enumerate(calls * 2)], *calls]
+    calls += explored
     right = script(TEXTS[verb])
     return [(call, played(right, call), played(right, call, is_full=True)) for call in calls]
 
@@ -46,6 +50,7 @@ def broken_by(verb: str, text: str) -> Iterator[str]:
             yield broken_clause(wrong, call, found)
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("verb", [verb for verb in TEXTS if verb.rstrip("#") in KNOWN_WORDS])
 def test_scripts_keep_their_contracts(verb):
     """In all calls of the scenarios, and in others that come of them by a change."""

@@ -1,0 +1,215 @@
+"""What the holder of a lock may change, and the caller of a mark: clauses of their scripts' contracts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from tests.model.edits import (
+    before,
+    given_back,
+    kept,
+    out_of_line,
+    permits_in,
+    permits_last,
+    without_calls,
+)
+from tests.model.layout import read_back
+from tests.model.line import waiting
+from tests.model.lock import Call
+from tests.model.permits import at
+from tests.model.store import MS, NUMBER, SECOND, Mark, Store, task_of, up
+from tests.simulation.scripts import Script
+
+if TYPE_CHECKING:
+    from tests.model.contract import Played
+
+LINGERS_MORE = 50_000
+"""How long (us) a lock is kept for one that asks by itself, after it was to ask."""
+
+
+class Heir(NamedTuple):
+    """Whom a lock is handed to, for how long (us); and who has not asked again in time."""
+
+    task: str | None
+    keep: int
+    gone: list[str]
+
+
+def heir_in_line(call: Call) -> Heir:
+    """The first in line that is to be woken, or may still ask again; nobody behind ten that are gone."""
+    gone: list[str] = []
+    if len(call.keys) <= 2 or call.told[4] == "":
+        return Heir(None, 0, gone)
+    known = dict(call.store.calls.fields)
+    for task in waiting(call.store)[:10]:
+        text = known.get(task, "")
+        if not text.startswith("@"):
+            return Heir(task, int(call.told[4]), gone)
+        if call.now < int(text[1:]):
+            return Heir(task, int(text[1:]) - call.now + LINGERS_MORE, gone)
+        gone.append(task)
+    return Heir(None, 0, gone)
+
+
+def _is_resent(call: Call) -> bool:
+    """Whether a release has done nothing: its holder has released already, or it is another's."""
+    record = at(call.store, number_of(call)).holder
+    return record.token != call.told[0] or record.state not in ("running", "failed")
+
+
+def number_of(call: Call) -> int:
+    """Whose keys a script of one permit is told."""
+    return int(call.keys[0].partition(b"#")[2] or 0)
+
+
+def _after_release(call: Call, found: Played) -> Store:
+    """The lock rests, is handed to the first in line, or is nobody's; a retry is marked, a success noted."""
+    store, number, now_ms = before(call), number_of(call), call.now // MS
+    if _is_resent(call) or found.word == "lost":
+        return store
+    rest_until, remember = int(call.told[1]), int(call.told[2])
+    record, heir = at(store, number).holder, heir_in_line(call)
+    if found.word == "resting":
+        store = kept(store, number, record._replace(deadline=rest_until, state="resting"), remember)
+    elif heir.task is not None:
+        record = record._replace(
+            deadline=call.now + heir.keep, state="handed", since=call.now, info=heir.task
+        )
+        store = out_of_line(kept(store, number, record, remember), heir.task)
+    else:
+        store = given_back(store, number, record._replace(state=found.word), now_ms + remember)
+    if len(call.keys) > 5 and (deadline := at(store, number).holder.deadline):
+        store = permits_last(store, up(deadline - call.now, MS) + remember)
+    store = without_calls(out_of_line(store, *heir.gone), *heir.gone) if heir.gone else store
+    return _marks_after_release(call, store, found)
+
+
+def _marks_after_release(call: Call, store: Store, found: Played) -> Store:
+    """A retry is queued, unless another call is; a run that had its lock to itself counts as a success."""
+    again, done_for, now_ms = int(call.told[3]), int(call.told[5]), call.now // MS
+    task = task_of(call.told[0])[0]
+    if task is None:
+        return store
+    if again and store.mark is None:
+        store = store._replace(mark=Mark(task, now_ms + again))
+    was_running = at(call.store, number_of(call)).holder.state == "running"
+    if len(call.keys) > 6 and done_for and was_running and found.word != "gone":
+        store = store._replace(done=Mark(call.told[0], now_ms + done_for))
+    return store
+
+
+def says_more_only_if_there_is(script: Script, call: Call, found: Played) -> bool:
+    """A release says one word alone if nobody waits: there is nothing to tell."""
+    if call.name != "release" or found.error or found.word != "released":
+        return True
+    waits = heir_in_line(call).task is not None
+    leaves_line = len(call.keys) > 2 and call.told[4] == "" and bool(before(call).line.places)
+    return (len(found.words) == 1) == (not _is_resent(call) and not waits and not leaves_line)
+
+
+def _after_renew(call: Call, found: Played) -> Store:
+    """The deadline is moved, and all that lasts as long."""
+    return _longer(call, "running") if found.word in ("renewed", "repaired") else before(call)
+
+
+def _after_hold(call: Call, found: Played) -> Store:
+    """The lock is held for a retry, from now on for a lease."""
+    is_held = at(call.store, number_of(call)).holder.state == "running" and found.word == "held_for_retry"
+    return _longer(call, "held_for_retry") if is_held else before(call)
+
+
+def _longer(call: Call, state: str) -> Store:
+    store, number = before(call), number_of(call)
+    lease, retention = int(call.told[1]), int(call.told[2])
+    record = at(store, number).holder._replace(deadline=call.now + lease, state=state)
+    store = kept(store, number, record, retention)
+    return permits_last(store, up(lease, MS) + retention) if len(call.keys) > 2 else store
+
+
+def frees_one_that_waits(script: Script, call: Call, found: Played) -> bool:
+    """A permit that is held for the task's retry is nobody's, whichever of several; all else stays."""
+    if call.name != "free":
+        return True
+    store, after = before(call), read_back(found.keys, call.now // MS)
+    if found.word in ("lost", "more"):
+        return after == store
+    expiry = call.now // MS + int(call.told[1])
+    return any(
+        after == given_back(store, number, permit.holder._replace(state=found.word), expiry)
+        for number, permit in enumerate(permits_in(call))
+        if _waits_for_retry(permit, call.told[0])
+    )
+
+
+def _waits_for_retry(permit: Store, task: str) -> bool:
+    return permit.holder.state == "held_for_retry" and task_of(permit.holder.token)[0] == task
+
+
+def _after_mark(call: Call, found: Played) -> Store:
+    """The mark is the task's, and lasts for its lease at least."""
+    store, due = before(call), call.now // MS + int(call.told[1])
+    if found.word not in ("marked", "extended"):
+        return store
+    old = store.mark and store.mark.expiry
+    return store._replace(mark=Mark(call.told[0], max(old or 0, due)))
+
+
+def _after_unmark(call: Call, found: Played) -> Store:
+    """The mark is gone."""
+    return before(call)._replace(mark=None) if found.word == "freed" else before(call)
+
+
+_AFTER: dict[str, Callable[[Call, Played], Store]] = {
+    "release": _after_release,
+    "renew": _after_renew,
+    "hold": _after_hold,
+    "mark": _after_mark,
+    "extend": _after_mark,
+    "unmark": _after_unmark,
+}
+
+
+def changes_that_alone(script: Script, call: Call, found: Played) -> bool:
+    """Nothing changes but what the answer stands for: other keys, places and expiries are as they were."""
+    if call.name not in _AFTER:
+        return True
+    wanted = before(call) if found.error else _AFTER[call.name](call, found)
+    return read_back(found.keys, call.now // MS) == wanted
+
+
+def stalls_only_a_line(script: Script, call: Call, found: Played) -> bool:
+    """`stalled` is said if calls wait for a lock that nobody living has, by any of its permits."""
+    if call.name != "mark" or found.word not in ("queued", "stalled"):
+        return True
+    first, *rest = permits_in(call)
+    is_idle = first.value is None or call.now >= first.holder.deadline or any(_is_past(call, p) for p in rest)
+    return (found.word == "stalled") == (bool(before(call).line.places) and is_idle)
+
+
+def _is_past(call: Call, permit: Store) -> bool:
+    value = permit.value
+    return value is None or (bool(NUMBER.fullmatch(value)) and call.now >= float(value) * SECOND)
+
+
+def tells_whose_it_is(script: Script, call: Call, found: Played) -> bool:
+    """A mark that is not made says whose run or success is in the way; of a run also value and record."""
+    if call.name != "mark" or found.error:
+        return True
+    reply, holder = found.words, call.store.holder
+    if found.word == "running":
+        return reply[1:] == [task_of(holder.token)[0], str(call.now), call.store.value, str(holder)]
+    if found.word == "done":
+        token = call.store.done.task_id if call.store.done else ""
+        task = task_of(token)[0]
+        return reply[1:] == [token if task is None else task, str(call.now), None, None]
+    return reply[3:] == [None, None]
+
+
+CLAUSES = (
+    says_more_only_if_there_is,
+    stalls_only_a_line,
+    tells_whose_it_is,
+    frees_one_that_waits,
+    changes_that_alone,
+)
