@@ -7,7 +7,7 @@ import random
 from tests.model.layout import PERMITS, RECORD, STARTS
 from tests.model.line import AWAY, Waiter
 from tests.model.lock import Call
-from tests.model.permits import at, pace_of, terms_in
+from tests.model.permits import AHEAD, at, pace_of, terms_in
 from tests.model.store import (
     MS,
     SECOND,
@@ -22,7 +22,7 @@ from tests.model.store import (
     Ticket,
     task_of,
 )
-from tests.model.turns import AHEAD, LOOKED_AT
+from tests.model.turns import LOOKED_AT
 
 TASKS = ("a", "b", "c", "d")
 

@@ -18,7 +18,7 @@ from tests.model.edits import (
 from tests.model.layout import read_back
 from tests.model.line import AWAY, Waiter, waiter, waiting
 from tests.model.lock import Call
-from tests.model.permits import at, limit_of, pace_of
+from tests.model.permits import AHEAD, NEVER, at, ends, heir_of, limit_of, pace_of, speaks_of_its_value
 from tests.model.rules import rule_of
 from tests.model.store import (
     MS,
@@ -31,7 +31,6 @@ from tests.model.store import (
     Starts,
     Store,
     Ticket,
-    seconds,
     task_of,
     up,
 )
@@ -42,10 +41,6 @@ if TYPE_CHECKING:
 
 GRANTED = ("acquired", "resumed", "taken_over")
 HOUR = 3_600 * SECOND
-AHEAD = 20_000
-"""How long (us) before its start a call may be handed a permit."""
-NEVER = 10**17
-"""When a value ends that says no time."""
 STARTS_KEPT = 1_100
 
 
@@ -80,30 +75,6 @@ def caller_of(call: Call) -> Caller:
     return Caller(task, ticket, waits and call.told[5] != "-", None if is_anothers else task, first)
 
 
-def heir_of(permit: Store) -> str | None:
-    """Whom a permit is handed to."""
-    return permit.holder.info if permit.holder.state == "handed" else None
-
-
-def speaks_of_its_value(call: Call, permit: Store) -> bool:
-    """Whether a permit's record, not another program, says whose it is."""
-    deadline = permit.holder.deadline
-    is_last = call.now < deadline or permit.value == seconds(deadline)
-    return permit.value is not None and deadline > 0 and is_last
-
-
-def ends(call: Call, permit: Store) -> int:
-    """When a permit comes free by itself; 0 if it has."""
-    value, deadline = permit.value, permit.holder.deadline
-    if value is None:
-        return 0
-    if not NUMBER.fullmatch(value):
-        return NEVER
-    is_recorded = speaks_of_its_value(call, permit)
-    till = deadline if is_recorded else int((min(float(value), 1e11) + 1) * SECOND)
-    return till if call.now < till else 0
-
-
 class Choice(NamedTuple):
     """How well a permit fits the caller: the lowest rank does best, then that which ends first."""
 
@@ -119,7 +90,7 @@ holder that is dead, that which is kept for another while the caller was woken l
 
 def rank_of(call: Call, caller: Caller, permit: Store) -> int:
     """How well a permit fits the caller. Its own that has ended does not fit it past a line."""
-    record, is_free = permit.holder, not ends(call, permit)
+    record, is_free = permit.holder, not ends(permit, call.now)
     is_live = permit.value is not None and call.now < record.deadline
     other = FREE if is_free else HELD
     if (permit.value is not None and not NUMBER.fullmatch(permit.value)) or not (is_live or is_free):
@@ -128,7 +99,7 @@ def rank_of(call: Call, caller: Caller, permit: Store) -> int:
         if caller.place is not None and record.info == caller.place:
             return ITS
         return ANOTHERS if is_live and caller.woken else other
-    if not speaks_of_its_value(call, permit):
+    if not speaks_of_its_value(permit, call.now):
         return other
     if record.token == call.told[0] or (caller.task is not None and task_of(record.token)[0] == caller.task):
         if is_live and record.state != "resting":
@@ -142,7 +113,7 @@ def choice_of(call: Call, caller: Caller) -> Choice:
     """The permit that fits best; beyond the limit only one that is the caller's."""
     limit = limit_of(call.told[10])
     ranked = (
-        Choice(rank_of(call, caller, permit), ends(call, permit), number)
+        Choice(rank_of(call, caller, permit), ends(permit, call.now), number)
         for number, permit in enumerate(permits_in(call))
     )
     return min(each for each in ranked if each.number < limit or each.rank <= LAPSED)
@@ -166,7 +137,7 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     if int(reply[8]) != choice.number:
         return False
     permits = permits_in(call)
-    free = {n for n, permit in enumerate(permits) if not ends(call, permit)}
+    free = {n for n, permit in enumerate(permits) if not ends(permit, call.now)}
     held = [n for n, permit in enumerate(permits) if n not in free and isinstance(permit.record, Record)]
     if any(permit.value == NOT_A_STRING for permit in permits):
         return True  # whether that is free is not asked of all
@@ -265,7 +236,7 @@ def says_when_it_ends(script: Script, call: Call, found: Played) -> bool:
         return True
     reply = found.words
     permit = at(call.store, int(reply[8]) if "#" in call.verb else 0)
-    till = ends(call, permit)
+    till = ends(permit, call.now)
     return int(reply[1]) == (0 if till == NEVER else till)
 
 

@@ -2,7 +2,12 @@
 
 from typing import Any
 
-from tests.model.store import Permit, Store
+from tests.model.store import NUMBER, SECOND, Permit, Store, seconds
+
+AHEAD = 20_000
+"""How long (us) before its start a call may be handed a permit."""
+NEVER = 10**17
+"""When a permit will be free whose value says no time, or a later one."""
 
 
 def permits_of(store: Store, count: int) -> list[Permit]:
@@ -26,6 +31,29 @@ def trimmed(others: list[Permit]) -> tuple[Permit, ...]:
     while others and others[-1] == Permit():
         others = others[:-1]
     return tuple(others)
+
+
+def heir_of(permit: Store) -> str | None:
+    """The task for which a permit is kept, or was until its deadline."""
+    return permit.holder.info if permit.holder.state == "handed" else None
+
+
+def speaks_of_its_value(permit: Store, now: int) -> bool:
+    """Whether a permit's record, not another program, says whose it is."""
+    deadline = permit.holder.deadline
+    return permit.value is not None and deadline > 0 and (now < deadline or permit.value == seconds(deadline))
+
+
+def ends(permit: Store, now: int) -> int:
+    """When a permit comes free by itself; 0 if it has."""
+    value = permit.value
+    if value is None:
+        return 0
+    if not NUMBER.fullmatch(value):
+        return NEVER
+    is_recorded = speaks_of_its_value(permit, now)
+    till = permit.holder.deadline if is_recorded else int((min(float(value), 1e11) + 1) * SECOND)
+    return till if now < till else 0
 
 
 def highest_in(store: Store) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.model.layout import PERMITS, RECORD, read_back
 from tests.model.line import AWAY, Waiter, waiter, waiting
 from tests.model.lock import Call
-from tests.model.permits import at, highest_in, limit_of, pace_of, terms_in
+from tests.model.permits import AHEAD, NEVER, at, ends, heir_of, highest_in, limit_of, pace_of, terms_in
 from tests.model.rules import is_anothers
 from tests.model.store import (
     MS,
@@ -31,15 +31,11 @@ if TYPE_CHECKING:
     from tests.model.contract import Clause, Played
     from tests.simulation.scripts import Script
 
-AHEAD = 20_000
-"""How long (us) before its start a call may be handed a permit."""
 AWAY_AT_MOST = 3600 * SECOND
 LOOKED_AT = 10
 """How many in line one service looks at."""
 MAY_COME_LATE = 50_000
 """How much longer (us) a permit is kept for a call than that one asks again by itself."""
-LATER_THAN_ANY, NEVER = 10**17, 10**18
-"""A time (us) that nobody lives to see, though another program may write a later one; and no time at all."""
 REFUSED = ("more", "stale", "taken")
 TURNS = ("serve", "park", "leave", "look", "forget")
 
@@ -81,32 +77,15 @@ def _limit_of(call: Call) -> int:
     return limit_of(_terms_of(call)) if "#" in call.verb else 1
 
 
-def _ends(permit: Store, now: int) -> int:
-    """When a permit will be free: 0 if it is, NEVER if no time ends what another program has written."""
-    value, deadline = permit.value, permit.holder.deadline
-    if value is None:
-        return 0
-    if not NUMBER.fullmatch(value):
-        return NEVER
-    is_recorded = now < deadline or (deadline > 0 and value == seconds(deadline))
-    until = deadline if is_recorded else int((min(float(value), 1e11) + 1) * SECOND)
-    return until if now < until else 0
-
-
 def _is_live(permit: Store, now: int) -> bool:
     """Whether a permit is somebody's, as its record says."""
     return bool(permit.value and NUMBER.fullmatch(permit.value)) and now < permit.holder.deadline
 
 
-def _heir_of(permit: Store) -> str | None:
-    """The task for which a permit is kept, or was until its deadline."""
-    return permit.holder.info if permit.holder.state == "handed" else None
-
-
 def _is_to_come(permit: Store, now: int) -> bool:
     """Whether a permit is kept for a task still, whatever its value."""
     return (
-        _heir_of(permit) is not None
+        heir_of(permit) is not None
         and permit.value not in (None, NOT_A_STRING)
         and now < permit.holder.deadline
     )
@@ -114,7 +93,7 @@ def _is_to_come(permit: Store, now: int) -> bool:
 
 def _is_in_vain(permit: Store, now: int) -> bool:
     """Whether a permit was handed to a task that has not come in time."""
-    return _heir_of(permit) is not None and _ends(permit, now) == 0
+    return heir_of(permit) is not None and ends(permit, now) == 0
 
 
 def _best(call: Call, rank_of: Callable[[Store], int]) -> int:
@@ -122,7 +101,7 @@ def _best(call: Call, rank_of: Callable[[Store], int]) -> int:
 
     Beyond the limit only one that fits better than a free one.
     """
-    ranks = [(rank_of(permit), _ends(permit, call.now)) for permit in _permits(call)]
+    ranks = [(rank_of(permit), ends(permit, call.now)) for permit in _permits(call)]
     return min((*ranks[n], n) for n in _numbers(call) if n < _limit_of(call) or ranks[n][0] < 4)[2]
 
 
@@ -247,15 +226,15 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
     task, _, copy, *_ = call.told
 
     def rank_of(permit: Store) -> int:
-        until = _ends(permit, call.now)
-        is_its_own = _heir_of(permit) == task and until in (0, permit.holder.deadline)
+        until = ends(permit, call.now)
+        is_its_own = heir_of(permit) == task and until in (0, permit.holder.deadline)
         return 1 if is_its_own else 9 if until else 4
 
     permit = at(call.store, _best(call, rank_of))
     deadline = permit.holder.deadline
     is_nobody_elses = call.now < deadline or permit.value == seconds(deadline)
     comes = task in dict(call.store.calls.fields) if copy == "" else is_nobody_elses
-    is_handed = permit.value is not None and _heir_of(permit) == task and comes
+    is_handed = permit.value is not None and heir_of(permit) == task and comes
     is_right = found.word in REFUSED or (found.word == "handed") == is_handed
     line = [name for _, name in _after(call, found).line.places]
     place = 1 + line.index(task) if task in line else 0
@@ -332,19 +311,19 @@ def _served(call: Call) -> int:
             return 1
         if _is_in_vain(permit, call.now):
             return 3
-        return 4 if _ends(permit, call.now) == 0 else 5 if _has_died(call, permit) else 9
+        return 4 if ends(permit, call.now) == 0 else 5 if _has_died(call, permit) else 9
 
     return _best(call, rank_of)
 
 
 def _is_kept(call: Call, permit: Store) -> bool:
     """Whether this very service has handed the permit over: it is sent again."""
-    return _is_live(permit, call.now) and _heir_of(permit) is not None and permit.holder.token == call.told[0]
+    return _is_live(permit, call.now) and heir_of(permit) is not None and permit.holder.token == call.told[0]
 
 
 def _is_given_up(call: Call, permit: Store) -> bool:
     """Whether a permit is kept for a task that cannot come."""
-    return _is_live(permit, call.now) and _heir_of(permit) == call.told[5]
+    return _is_live(permit, call.now) and heir_of(permit) == call.told[5]
 
 
 def _has_died(call: Call, permit: Store) -> bool:
@@ -357,11 +336,11 @@ def _has_died(call: Call, permit: Store) -> bool:
 def _service_of(call: Call) -> Service:
     number = _served(call)
     permit = at(call.store, number)
-    is_free = _ends(permit, call.now) == 0 or _has_died(call, permit) or _is_given_up(call, permit)
+    is_free = ends(permit, call.now) == 0 or _has_died(call, permit) or _is_given_up(call, permit)
     service = Service(number, permit, is_free and not _is_kept(call, permit), None, None, 0, ())
     if not service.is_due:
         return service
-    service = service._replace(in_vain=_heir_of(permit))
+    service = service._replace(in_vain=heir_of(permit))
     if call.told[6] or number >= _limit_of(call) or _paced_till(call):
         return service  # nobody has it now
     places, calls = _stand(call, service.in_vain)
@@ -480,7 +459,7 @@ def says_whom_it_serves(script: Script, call: Call, found: Played) -> bool:
     service, permit = _service_of(call), _service_of(call).permit
     heir, word = service.heir, "held"
     if _is_kept(call, permit):
-        heir, word = _heir_of(permit), "handed"
+        heir, word = heir_of(permit), "handed"
     elif service.is_due:
         word = "empty" if heir is None else "taken_over" if _is_taken_over(call, permit) else "handed"
     known = waiter(_after(call, found), heir)
@@ -512,8 +491,8 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
     """
     now, service = call.now, _service_of(call)
     others = [(n, permit) for n, permit in enumerate(_permits(call)) if n != service.number]
-    yield from (end for _, permit in others if 0 < (end := _ends(permit, now)) < LATER_THAN_ANY)
-    until = service.until if service.is_due else _ends(service.permit, now)
+    yield from (end for _, permit in others if 0 < (end := ends(permit, now)) < NEVER)
+    until = service.until if service.is_due else ends(service.permit, now)
     yield from [until] * (0 < until < NEVER)
     yield from (place - AWAY for place in _places(after).values() if place >= AWAY)
     if len(service.gone) == LOOKED_AT or any(_is_in_vain(permit, now) for _, permit in others):
@@ -522,7 +501,7 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
         return
     paced = _paced_till(call)
     yield from [paced] if paced else _starts_that_count(call, pace_of(_terms_of(call))[1])
-    if not paced and any(_ends(permit, now) == 0 for n, permit in others if n < _limit_of(call)):
+    if not paced and any(ends(permit, now) == 0 for n, permit in others if n < _limit_of(call)):
         yield now
 
 
