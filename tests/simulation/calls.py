@@ -6,7 +6,9 @@ from functools import partial
 from typing import Any
 
 from celery import Celery
+from celery.exceptions import Reject
 from celery.states import READY_STATES, RETRY
+from kombu.exceptions import OperationalError
 
 from celery_setnx import SingletonTask
 from celery_setnx.exceptions import SetnxError
@@ -76,6 +78,7 @@ class Calls:
         self.sent: dict[str, tuple[str, int]] = {}  # what the body does, and the epoch
         self.lives: dict[tuple[str, int], list[Life]] = {}
         self.began: dict[str, int] = {}
+        self.dropped: set[str] = set()
         self.workers: list[workers.Worker] = []
         world.calm_at_us = world.now_us + round(TROUBLE_S * US)
         world.at(world.now_us, self.server.trouble)
@@ -119,7 +122,7 @@ class Calls:
             asked_us = world.now_us
             try:
                 result = task.apply_async((number, seconds, what))
-            except SetnxError as error:
+            except (SetnxError, OperationalError) as error:
                 world.note("is not published", error)
                 continue
             if getattr(result, "deduplicated", False):
@@ -142,8 +145,11 @@ class Calls:
         for earlier in lives:
             # Data that were lost before, or came back, may have sent it a second time.
             is_same = self.sent.get(request.id, ("", 0))[1] == self.server.epoch
+            # One that is delivered again runs again, if no success is stored; and so does its twin.
+            has_twin = what != "ok" and ("unconfirmed", request.id) in self.broker.failed
             if (
                 is_same
+                and not has_twin
                 and not earlier.process.is_dead
                 and not earlier.is_lost
                 and not self.has_died(request.id)
@@ -158,7 +164,11 @@ class Calls:
         if what == "fails":
             raise ValueError(number)
         if what == "retries" and not request.retries:
-            raise task.retry(countdown=world.random.choice((0.0, 0.3)))
+            try:
+                raise task.retry(countdown=world.random.choice((0.0, 0.3)))
+            except Reject:  # Celery drops a call whose retry the broker does not take
+                self.dropped.add(request.id)
+                raise
         return number
 
     def has_died(self, task_id: str) -> bool:
@@ -189,7 +199,12 @@ class Calls:
         app = self.take_app()
         states = {task_id: app.AsyncResult(task_id).state for task_id in self.sent}
         acks_late = app.tasks[self.task].acks_late
-        lost = {task_id for task_id in states if not acks_late and self.has_died(task_id)}
+        # By older data one that has died as it ran runs still: it may have parked since, and is not woken.
+        may_be_lost = not acks_late or self.server.came_back_older
+        lost = {each for each in states if each in self.dropped or (may_be_lost and self.has_died(each))}
+        # Told as failed, because the broker did not take it back; then the attempt before has said its last.
+        failed = {task_id for _what, task_id in self.broker.failed}
+        lost |= {each for each in states if not acks_late and each in failed and states[each] == RETRY}
         for task_id, state in states.items():
             self.world.note("ends as", state, task_id)
         # Whoever has joined a call that died between its attempts waits for its retry: for `queue_lease`.

@@ -387,6 +387,7 @@ class Redis:
         self.scripts: dict[bytes, str] = {}
         self.away_until = 0
         self.lost_at: list[int] = []
+        self.came_back_older = False
         self.after: Callable[[], None] = lambda: None
 
     @property
@@ -404,6 +405,7 @@ class Redis:
             self.world.note("redis restarts", f"{len(tuple(keys))} keys")
             self.data.keys, self.scripts = dict(keys), {}
             self.lost_at.append(self.world.now_us)
+            self.came_back_older = self.came_back_older or bool(keys)
 
     def trouble(self) -> None:
         """From now and then it is away, full, or restarted with no data, or with older data."""
