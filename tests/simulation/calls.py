@@ -8,6 +8,7 @@ from typing import Any
 from celery import Celery
 from celery.exceptions import Reject
 from celery.states import READY_STATES, RETRY
+from celery.worker import state
 from kombu.exceptions import OperationalError
 
 from celery_setnx import SingletonTask
@@ -79,6 +80,7 @@ class Calls:
         self.lives: dict[tuple[str, int], list[Life]] = {}
         self.began: dict[str, int] = {}
         self.dropped: set[str] = set()
+        self.discarded: set[str] = set()  # revoked, or with an expiry
         self.workers: list[workers.Worker] = []
         world.calm_at_us = world.now_us + round(TROUBLE_S * US)
         world.at(world.now_us, self.server.trouble)
@@ -115,13 +117,15 @@ class Calls:
         """Calls come, until the trouble is over."""
         world, rng, app = self.world, self.world.random, self.take_app()
         task = app.tasks[self.task]
+        revokes, expires = rng.choice((0.0, 0.0, 0.3)), rng.choice((0.0, 0.0, 0.3))
         for number in range(rng.choice((3, 6, 10))):
             sleep(rng.choice((0.0, 0.05, 2.0)) * rng.random())
             seconds = rng.choice((0.0, 0.01, 0.3, 2.0)) * rng.random()
             what = rng.choice(("ok", "ok", "ok", "fails", "retries"))
             asked_us = world.now_us
             try:
-                result = task.apply_async((number, seconds, what))
+                ends_in = 9.0 * rng.random() if rng.random() < expires else None
+                result = task.apply_async((number, seconds, what), expires=ends_in)
             except (SetnxError, OperationalError) as error:
                 world.note("is not published", error)
                 continue
@@ -133,6 +137,16 @@ class Calls:
             else:
                 world.note("publishes", result.id, number, round(seconds, 3), what)
                 self.sent[result.id] = what, self.server.epoch
+                if ends_in is not None:
+                    self.discarded.add(result.id)
+                if rng.random() < revokes:
+                    world.at(asked_us + rng.randrange(9 * US), partial(self.revoke, result.id))
+
+    def revoke(self, task_id: str) -> None:
+        """All workers hear that a call is not to run."""
+        self.world.note("is revoked", task_id)
+        self.discarded.add(task_id)
+        state.revoked.add(task_id)
 
     def body(self, task: Any, number: int, seconds: float, what: str) -> int:
         """A body."""
@@ -202,11 +216,12 @@ class Calls:
         # By older data one that has died as it ran runs still: it may have parked since, and is not woken.
         may_be_lost = not acks_late or self.server.came_back_older
         lost = {each for each in states if each in self.dropped or (may_be_lost and self.has_died(each))}
-        # Told as failed, because the broker did not take it back; then the attempt before has said its last.
-        failed = {task_id for _what, task_id in self.broker.failed}
-        lost |= {each for each in states if not acks_late and each in failed and states[each] == RETRY}
-        for task_id, state in states.items():
-            self.world.note("ends as", state, task_id)
+        # What the broker did not take back is told as failed, and what is revoked or expires as revoked. Then
+        # the attempt that has sent it, which ends later, is stored above that, as Celery's own is.
+        early = self.discarded | {each for _, each in self.broker.failed if not acks_late}
+        lost |= {each for each in states if each in early and states[each] == RETRY}
+        for task_id, end in states.items():
+            self.world.note("ends as", end, task_id)
         # Whoever has joined a call that died between its attempts waits for its retry: for `queue_lease`.
         if not (self.task == "joins" and any(states[task_id] == RETRY for task_id in lost)):
             left += [each for each in states if states[each] not in READY_STATES and each not in lost]
