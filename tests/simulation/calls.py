@@ -7,7 +7,7 @@ from typing import Any
 
 from celery import Celery
 from celery.exceptions import Reject
-from celery.states import READY_STATES, RETRY
+from celery.states import FAILURE, READY_STATES, RETRY, REVOKED
 from celery.worker import state
 from kombu.exceptions import OperationalError
 
@@ -22,6 +22,9 @@ TROUBLE_S = 8.0
 LAST_S = 75.0
 CALM_S = (20.0, LAST_S, 1500.0)  # when it is asked whether all calls have ended
 LEASE_S = 6.0
+LINE_STANDS_S = 34.0  # every line is looked at within 30 s, by a sweep every 2 s
+PACE_KEPT_S = 1.0
+SWEPT_S = 5.0  # of calm, after which each worker has swept
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "waits": ({"on_conflict": "wait"}, {}),
@@ -33,15 +36,17 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "queued": ({"dedupe": "until_started"}, LATE),
     "unique": ({"dedupe": "until_done"}, LATE),
     "once": ({"dedupe": "until_done", "dedupe_for": 20}, LATE),
+    "once_early": ({"dedupe": "until_done", "dedupe_for": 20}, {}),
     "holds": ({"on_conflict": "wait", "hold_on_retry": True}, LATE),
     "few": ({"on_conflict": "wait", "limit": 2}, LATE),
     "paced": ({"on_conflict": "wait", "rate": (2, 1)}, {}),
+    "slow": ({"on_conflict": "wait", "rate": (1, 3)}, LATE),
 }
 _playing: Calls
 _apps: list[Celery] = []
 
 
-def work(self: Any, number: int, seconds: float, what: str) -> int:
+def work(self: Any, number: int, seconds: float, what: str) -> object:
     """The body of every task."""
     return _playing.body(self, number, seconds, what)
 
@@ -84,11 +89,22 @@ class Calls:
         self.workers: list[workers.Worker] = []
         world.calm_at_us = world.now_us + round(TROUBLE_S * US)
         world.at(world.now_us, self.server.trouble)
+        world.at(world.calm_at_us + round(SWEPT_S * US), self.watch)
         world.on_death = self.on_death
         for number in range(choice((1, 2))):
             self.start(f"worker-{number}")
         publisher = world.process_of("publisher")
         world.spawn(publisher, self.publish, "publisher")
+
+    def watch(self) -> None:
+        """Look at the line, again and again."""
+        options = TASKS[self.task][0]
+        rate, limit = options.get("rate"), options.get("limit", 1)
+        key = f"setnx:{{{self.task}}}"
+        # What was lost is put back half a lease later: a holder may say first that it is there still.
+        kept_s = PACE_KEPT_S + (LEASE_S / 2 if self.server.epoch else 0.0)
+        self.checker.watch(key, limit, rate, kept_s if rate else LINE_STANDS_S)
+        self.world.at(self.world.now_us + (US // 10 if rate else US), self.watch)
 
     def take_app(self) -> Celery:
         """An app that no process has had in this world."""
@@ -117,12 +133,18 @@ class Calls:
         """Calls come, until the trouble is over."""
         world, rng, app = self.world, self.world.random, self.take_app()
         task = app.tasks[self.task]
+        ended: dict[str, int] = {}  # when calls were first seen to have failed, or to be revoked
         revokes, expires = rng.choice((0.0, 0.0, 0.3)), rng.choice((0.0, 0.0, 0.3))
         for number in range(rng.choice((3, 6, 10))):
             sleep(rng.choice((0.0, 0.05, 2.0)) * rng.random())
             seconds = rng.choice((0.0, 0.01, 0.3, 2.0)) * rng.random()
-            what = rng.choice(("ok", "ok", "ok", "fails", "retries"))
+            what = rng.choice(("ok", "ok", "ok", "fails", "retries", "unstorable"))
+            if rng.random() < 0.1:
+                sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S * rng.random())
             asked_us = world.now_us
+            for task_id in self.sent:
+                if task.AsyncResult(task_id).state in (FAILURE, REVOKED):
+                    ended.setdefault(task_id, asked_us)
             try:
                 ends_in = 9.0 * rng.random() if rng.random() < expires else None
                 result = task.apply_async((number, seconds, what), expires=ends_in)
@@ -131,6 +153,9 @@ class Calls:
                 continue
             if getattr(result, "deduplicated", False):
                 world.note("is a duplicate of", result.id, number)
+                seen_us = max(ended.get(result.id, asked_us), world.calm_at_us)
+                if asked_us - seen_us > SWEPT_S * US and not self.server.epoch:
+                    world.broken(f"call {number} was dropped for {result.id}, which had failed")
                 began = self.began.get(result.id, asked_us)
                 if self.task == "queued" and began < asked_us and not self.server.epoch:
                     world.broken(f"call {number} was dropped for {result.id}, which had begun")
@@ -148,7 +173,7 @@ class Calls:
         self.discarded.add(task_id)
         state.revoked.add(task_id)
 
-    def body(self, task: Any, number: int, seconds: float, what: str) -> int:
+    def body(self, task: Any, number: int, seconds: float, what: str) -> object:
         """A body."""
         world, request, held = self.world, task.request, task.lock
         options = task._guard.options
@@ -183,7 +208,7 @@ class Calls:
             except Reject:  # Celery drops a call whose retry the broker does not take
                 self.dropped.add(request.id)
                 raise
-        return number
+        return number if what != "unstorable" else object()  # Celery fails it, as it is no JSON
 
     def has_died(self, task_id: str) -> bool:
         """Whether a process died that had accepted a call."""

@@ -485,11 +485,12 @@ def _puts_in_doubt(words: Sequence[bytes]) -> bool:
     """Whether a command would do harm that comes when its sender is two steps ahead, which no server knows.
 
     After its call has run, one that parks it has it run again. After that has parked again, one that acquires
-    for a message that has woken it starts it, and nobody hears of that.
+    for a message that has woken it starts it, and nobody hears of that. After its call has begun, one that
+    marks its key makes the next call a duplicate of it, until the grace lease has ended.
     """
     verb = _script_of(words).partition(" ")[0]
     asked = words[3 + int(words[2]) :] if verb == "acquire" else ()
-    return verb == "park" or (len(asked) > 5 and asked[5] != b"-")
+    return verb in ("park", "mark") or (len(asked) > 5 and asked[5] != b"-")
 
 
 class Socket:
