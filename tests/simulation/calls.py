@@ -208,7 +208,7 @@ class Calls:
             except Reject:  # Celery drops a call whose retry the broker does not take
                 self.dropped.add(request.id)
                 raise
-        return number if what != "unstorable" else object()  # Celery fails it, as it is no JSON
+        return number if what != "unstorable" else 1j  # no JSON: Celery fails it
 
     def has_died(self, task_id: str) -> bool:
         """Whether a process died that had accepted a call."""
