@@ -356,10 +356,11 @@ class Run:
 
     def _success_before(self) -> Mapping[str, Any] | None:
         """What is stored of this call, if it is another delivery of one that has succeeded."""
-        # A message that has waited may have a twin that was delivered again, if it is acknowledged late. One
-        # that was woken has one if the lock server came back with older data, in which it waits.
+        # A message that has waited may have a twin that was delivered again, if it is acknowledged late: its
+        # sender has died, or was not told that the broker has it. One that was woken has one if the lock
+        # server came back with older data, in which it waits.
         is_woken = self.call.copy != ORIGINAL
-        has_waited = is_woken or self.asking.has_parked or self.asking.lingers_since
+        has_waited = is_woken or self.call.waits or self.asking.has_parked or self.asking.lingers_since
         has_twin = has_waited and (self.task.acks_late or (is_woken and has_random_id(self.call.task_id)))
         if not (self.call.redelivered or has_twin):
             return None

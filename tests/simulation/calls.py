@@ -6,7 +6,10 @@ from functools import partial
 from typing import Any
 
 from celery import Celery
-from celery.states import READY_STATES, RETRY
+from celery.exceptions import Reject
+from celery.states import FAILURE, READY_STATES, RETRY, REVOKED
+from celery.worker import state
+from kombu.exceptions import OperationalError
 
 from celery_setnx import SingletonTask
 from celery_setnx.exceptions import SetnxError
@@ -19,6 +22,9 @@ TROUBLE_S = 8.0
 LAST_S = 75.0
 CALM_S = (20.0, LAST_S, 1500.0)  # when it is asked whether all calls have ended
 LEASE_S = 6.0
+LINE_STANDS_S = 34.0  # every line is looked at within 30 s, by a sweep every 2 s
+PACE_KEPT_S = 1.0
+SWEPT_S = 5.0  # of calm, after which each worker has swept
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "waits": ({"on_conflict": "wait"}, {}),
@@ -30,15 +36,17 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "queued": ({"dedupe": "until_started"}, LATE),
     "unique": ({"dedupe": "until_done"}, LATE),
     "once": ({"dedupe": "until_done", "dedupe_for": 20}, LATE),
+    "once_early": ({"dedupe": "until_done", "dedupe_for": 20}, {}),
     "holds": ({"on_conflict": "wait", "hold_on_retry": True}, LATE),
     "few": ({"on_conflict": "wait", "limit": 2}, LATE),
     "paced": ({"on_conflict": "wait", "rate": (2, 1)}, {}),
+    "slow": ({"on_conflict": "wait", "rate": (1, 3)}, LATE),
 }
 _playing: Calls
 _apps: list[Celery] = []
 
 
-def work(self: Any, number: int, seconds: float, what: str) -> int:
+def work(self: Any, number: int, seconds: float, what: str) -> object:
     """The body of every task."""
     return _playing.body(self, number, seconds, what)
 
@@ -76,14 +84,27 @@ class Calls:
         self.sent: dict[str, tuple[str, int]] = {}  # what the body does, and the epoch
         self.lives: dict[tuple[str, int], list[Life]] = {}
         self.began: dict[str, int] = {}
+        self.dropped: set[str] = set()
+        self.discarded: set[str] = set()  # revoked, or with an expiry
         self.workers: list[workers.Worker] = []
         world.calm_at_us = world.now_us + round(TROUBLE_S * US)
         world.at(world.now_us, self.server.trouble)
+        world.at(world.calm_at_us + round(SWEPT_S * US), self.watch)
         world.on_death = self.on_death
         for number in range(choice((1, 2))):
             self.start(f"worker-{number}")
         publisher = world.process_of("publisher")
         world.spawn(publisher, self.publish, "publisher")
+
+    def watch(self) -> None:
+        """Look at the line, again and again."""
+        options = TASKS[self.task][0]
+        rate, limit = options.get("rate"), options.get("limit", 1)
+        key = f"setnx:{{{self.task}}}"
+        # What was lost is put back half a lease later: a holder may say first that it is there still.
+        kept_s = PACE_KEPT_S + (LEASE_S / 2 if self.server.epoch else 0.0)
+        self.checker.watch(key, limit, rate, kept_s if rate else LINE_STANDS_S)
+        self.world.at(self.world.now_us + (US // 10 if rate else US), self.watch)
 
     def take_app(self) -> Celery:
         """An app that no process has had in this world."""
@@ -112,26 +133,47 @@ class Calls:
         """Calls come, until the trouble is over."""
         world, rng, app = self.world, self.world.random, self.take_app()
         task = app.tasks[self.task]
+        ended: dict[str, int] = {}  # when calls were first seen to have failed, or to be revoked
+        revokes, expires = rng.choice((0.0, 0.0, 0.3)), rng.choice((0.0, 0.0, 0.3))
         for number in range(rng.choice((3, 6, 10))):
             sleep(rng.choice((0.0, 0.05, 2.0)) * rng.random())
             seconds = rng.choice((0.0, 0.01, 0.3, 2.0)) * rng.random()
-            what = rng.choice(("ok", "ok", "ok", "fails", "retries"))
+            what = rng.choice(("ok", "ok", "ok", "fails", "retries", "unstorable"))
+            if rng.random() < 0.1:
+                sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S * rng.random())
             asked_us = world.now_us
+            for task_id in self.sent:
+                if task.AsyncResult(task_id).state in (FAILURE, REVOKED):
+                    ended.setdefault(task_id, asked_us)
             try:
-                result = task.apply_async((number, seconds, what))
-            except SetnxError as error:
+                ends_in = 9.0 * rng.random() if rng.random() < expires else None
+                result = task.apply_async((number, seconds, what), expires=ends_in)
+            except (SetnxError, OperationalError) as error:
                 world.note("is not published", error)
                 continue
             if getattr(result, "deduplicated", False):
                 world.note("is a duplicate of", result.id, number)
+                seen_us = max(ended.get(result.id, asked_us), world.calm_at_us)
+                if asked_us - seen_us > SWEPT_S * US and not self.server.epoch:
+                    world.broken(f"call {number} was dropped for {result.id}, which had failed")
                 began = self.began.get(result.id, asked_us)
                 if self.task == "queued" and began < asked_us and not self.server.epoch:
                     world.broken(f"call {number} was dropped for {result.id}, which had begun")
             else:
                 world.note("publishes", result.id, number, round(seconds, 3), what)
                 self.sent[result.id] = what, self.server.epoch
+                if ends_in is not None:
+                    self.discarded.add(result.id)
+                if rng.random() < revokes:
+                    world.at(asked_us + rng.randrange(9 * US), partial(self.revoke, result.id))
 
-    def body(self, task: Any, number: int, seconds: float, what: str) -> int:
+    def revoke(self, task_id: str) -> None:
+        """All workers hear that a call is not to run."""
+        self.world.note("is revoked", task_id)
+        self.discarded.add(task_id)
+        state.revoked.add(task_id)
+
+    def body(self, task: Any, number: int, seconds: float, what: str) -> object:
         """A body."""
         world, request, held = self.world, task.request, task.lock
         options = task._guard.options
@@ -142,8 +184,11 @@ class Calls:
         for earlier in lives:
             # Data that were lost before, or came back, may have sent it a second time.
             is_same = self.sent.get(request.id, ("", 0))[1] == self.server.epoch
+            # One that is delivered again runs again, if no success is stored; and so does its twin.
+            has_twin = what != "ok" and ("unconfirmed", request.id) in self.broker.failed
             if (
                 is_same
+                and not has_twin
                 and not earlier.process.is_dead
                 and not earlier.is_lost
                 and not self.has_died(request.id)
@@ -158,8 +203,12 @@ class Calls:
         if what == "fails":
             raise ValueError(number)
         if what == "retries" and not request.retries:
-            raise task.retry(countdown=world.random.choice((0.0, 0.3)))
-        return number
+            try:
+                raise task.retry(countdown=world.random.choice((0.0, 0.3)))
+            except Reject:  # Celery drops a call whose retry the broker does not take
+                self.dropped.add(request.id)
+                raise
+        return number if what != "unstorable" else 1j  # no JSON: Celery fails it
 
     def has_died(self, task_id: str) -> bool:
         """Whether a process died that had accepted a call."""
@@ -189,9 +238,15 @@ class Calls:
         app = self.take_app()
         states = {task_id: app.AsyncResult(task_id).state for task_id in self.sent}
         acks_late = app.tasks[self.task].acks_late
-        lost = {task_id for task_id in states if not acks_late and self.has_died(task_id)}
-        for task_id, state in states.items():
-            self.world.note("ends as", state, task_id)
+        # By older data one that has died as it ran runs still: it may have parked since, and is not woken.
+        may_be_lost = not acks_late or self.server.came_back_older
+        lost = {each for each in states if each in self.dropped or (may_be_lost and self.has_died(each))}
+        # What the broker did not take back is told as failed, and what is revoked or expires as revoked. Then
+        # the attempt that has sent it, which ends later, is stored above that, as Celery's own is.
+        early = self.discarded | {each for _, each in self.broker.failed if not acks_late}
+        lost |= {each for each in states if each in early and states[each] == RETRY}
+        for task_id, end in states.items():
+            self.world.note("ends as", end, task_id)
         # Whoever has joined a call that died between its attempts waits for its retry: for `queue_lease`.
         if not (self.task == "joins" and any(states[task_id] == RETRY for task_id in lost)):
             left += [each for each in states if states[each] not in READY_STATES and each not in lost]

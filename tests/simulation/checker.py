@@ -6,7 +6,9 @@ from bisect import bisect
 from dataclasses import dataclass
 from typing import Any
 
+from celery_setnx.lock.line import PASSED_OVER
 from celery_setnx.lock.lock import HeldLock
+from celery_setnx.lock.names import line_names
 from tests.simulation.scheduler import US, Process, World
 from tests.simulation.substitutes import Redis, monotonic
 
@@ -44,6 +46,7 @@ class Checker:
         self.lives: dict[str, list[Life]] = {}
         self._fences: dict[tuple[str, int, int], tuple[int, str]] = {}
         self._starts: dict[tuple[str, int], list[int]] = {}
+        self._free_since: dict[str, int] = {}
         server.after = self._check_keys
 
     def begins(self, held: HeldLock, limit: int, rate: tuple[int, float] | None) -> Life:
@@ -111,14 +114,27 @@ class Checker:
                 if life.has_ended and not life.process.is_dead and is_same and is_told:
                     self.world.broken(f"{key}: {life.held.token} has ended, and its lock is not free")
 
-    def holders(self, key: str) -> dict[str, int]:
-        """Who holds a lock by the server's records, since when."""
+    def watch(self, key: str, limit: int, rate: tuple[int, float] | None, most_s: float) -> None:
+        """No line stands beside a lock that a call may have for longer than promised."""
+        now_us, line = self.world.now_us, self.server.data.keys.get(line_names(key)[0].encode())
+        is_held = line is None or line.value[0][0] >= PASSED_OVER or len(self.holders(key, "")) >= limit
+        if rate is not None:
+            since_us = now_us - round(rate[1] * US)
+            starts = [at for (of, _), all_ in self._starts.items() if of == key for at in all_]
+            is_held = is_held or sum(at > since_us for at in starts) >= rate[0]
+        if is_held or not self.world.is_calm:
+            self._free_since.pop(key, None)
+        elif now_us - self._free_since.setdefault(key, now_us) > most_s * US:
+            self.world.broken(f"{key} is free, and its line has stood there for {most_s} s")
+
+    def holders(self, key: str, state: str = "running") -> dict[str, int]:
+        """Who holds a lock by the server's records, since when; in this state, or in any."""
         found = {}
         now_us = self.world.now_us
         for name, entry in self.server.data.keys.items():
             if name.startswith(key.encode()) and name.endswith(b":holder"):
-                token, deadline, _fence, state, since, *_ = entry.value.decode().split("\n")
-                if state == "running" and int(deadline) > now_us:
+                token, deadline, _fence, its_state, since, *_ = entry.value.decode().split("\n")
+                if state in ("", its_state) and int(deadline) > now_us:
                     found[token] = int(since)
         return found
 

@@ -136,7 +136,8 @@ class World:
         return True
 
     def notify(self, waiters: list[Thread], most: int) -> None:
-        """Let some go on who wait, in any order."""
+        """Let some go on who wait, in any order; whoever died as it waited is no more among them."""
+        waiters[:] = [each for each in waiters if not each.is_over]
         for _ in range(min(most, len(waiters))):
             chosen = waiters.pop(self.random.randrange(len(waiters)))
             self._push(self.now_us + self.random.randrange(300), chosen)

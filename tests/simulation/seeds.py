@@ -18,7 +18,7 @@ from celery_setnx.call import wake
 from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import keeper, line, lock
 from celery_setnx.lock.scripts import Script
-from celery_setnx.run import acquire, courier, join, park, run
+from celery_setnx.run import acquire, courier, ends, join, looks, park, run
 from tests.bounds import bound
 from tests.simulation import calls, locks
 from tests.simulation.checker import explained, told
@@ -173,6 +173,16 @@ def no_place_beside_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, line._PARK.one, good, bad)
 
 
+def no_timed_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starts of a pace are left to the sweep."""
+    monkeypatch.setattr(looks.TimedLooks, "_wake", lambda *_args: None)
+
+
+def window_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that has failed after its release counts as a success."""
+    monkeypatch.setattr(ends.Ends, "take_back", lambda *_args: None)
+
+
 def pace_of_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock is used at twice its rate."""
     text = lock.Terms.__str__
@@ -191,7 +201,7 @@ QUICKLY: list[tuple[Callable[[int], World], Callable[[pytest.MonkeyPatch], None]
     (locks.play, pace_of_one_more),
     (calls.play, no_wakeup),
     (calls.play, no_courier),
-    (partial(calls.play, task="waits_late"), line_not_noted),
+    (partial(calls.play, task="slow"), line_not_noted),
 ]
 DEFECTS = [
     *QUICKLY,
@@ -199,6 +209,8 @@ DEFECTS = [
     (partial(calls.play, task="joins"), late_command),
     (partial(calls.play, task="waits"), no_place_beside_its_own),
     (partial(calls.play, task="waits_late"), leaves_late),
+    (partial(calls.play, task="paced"), no_timed_look),
+    (partial(calls.play, task="once_early"), window_not_taken_back),
 ]
 LOOKED_FOR = [pytest.param(*pair, id=pair[1].__name__) for pair in bound(QUICKLY, full=DEFECTS)]
 

@@ -387,6 +387,7 @@ class Redis:
         self.scripts: dict[bytes, str] = {}
         self.away_until = 0
         self.lost_at: list[int] = []
+        self.came_back_older = False
         self.after: Callable[[], None] = lambda: None
 
     @property
@@ -404,6 +405,7 @@ class Redis:
             self.world.note("redis restarts", f"{len(tuple(keys))} keys")
             self.data.keys, self.scripts = dict(keys), {}
             self.lost_at.append(self.world.now_us)
+            self.came_back_older = self.came_back_older or bool(keys)
 
     def trouble(self) -> None:
         """From now and then it is away, full, or restarted with no data, or with older data."""
@@ -483,11 +485,12 @@ def _puts_in_doubt(words: Sequence[bytes]) -> bool:
     """Whether a command would do harm that comes when its sender is two steps ahead, which no server knows.
 
     After its call has run, one that parks it has it run again. After that has parked again, one that acquires
-    for a message that has woken it starts it, and nobody hears of that.
+    for a message that has woken it starts it, and nobody hears of that. After its call has begun, one that
+    marks its key makes the next call a duplicate of it, until the grace lease has ended.
     """
     verb = _script_of(words).partition(" ")[0]
     asked = words[3 + int(words[2]) :] if verb == "acquire" else ()
-    return verb == "park" or (len(asked) > 5 and asked[5] != b"-")
+    return verb in ("park", "mark") or (len(asked) > 5 and asked[5] != b"-")
 
 
 class Socket:

@@ -22,6 +22,7 @@ from celery.backends import cache
 from celery.exceptions import TaskRevokedError
 from celery.worker import state
 from kombu.asynchronous.timer import Timer
+from kombu.exceptions import OperationalError
 from kombu.transport import memory, virtual
 
 import celery_setnx.request  # noqa: F401 - Celery imports it by name, too late for the door
@@ -38,13 +39,23 @@ class Broker:
     def __init__(self, world: World) -> None:
         self.world, self.messages = world, list[Any]()
         self.readers: list[Worker] = []
+        self.failed: set[tuple[str, str]] = set()  # how a publish did, and of which message
 
     def put(self, message: Any) -> None:
-        """Take a message: whoever sends it may die before, or after."""
+        """Take a message, and say so, if nothing goes wrong: whoever sends it may die before, or after."""
         substitutes.step()
         self.world.sleep(self.world.random.random() ** 4 * 0.01)
+        task_id = message["headers"]["id"]
+        self._may_be("refused", task_id)
         self.add(message)
+        self._may_be("unconfirmed", task_id)
         substitutes.step()
+
+    def _may_be(self, what: str, task_id: str) -> None:
+        if self.world.go_wrong(what, 0.05):
+            self.world.note("publish is", what, task_id)
+            self.failed.add((what, task_id))
+            raise OperationalError(what)
 
     def add(self, message: Any) -> None:
         """Have it read by any worker."""
