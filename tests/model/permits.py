@@ -6,8 +6,8 @@ from tests.model.store import NUMBER, SECOND, Permit, Store, seconds
 
 AHEAD = 20_000
 """How long (us) before its start a call may be handed a permit."""
-NEVER = 10**17
-"""When a permit will be free whose value says no time, or a later one."""
+LATER_THAN_ANY, NEVER = 10**17, 10**18
+"""A time (us) that nobody lives to see, though another program may write a later one; and no time at all."""
 
 
 def permits_of(store: Store, count: int) -> list[Permit]:

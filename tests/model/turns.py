@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.model.layout import PERMITS, RECORD, read_back
 from tests.model.line import AWAY, Waiter, waiter, waiting
 from tests.model.lock import Call
-from tests.model.permits import AHEAD, NEVER, at, ends, heir_of, highest_in, limit_of, pace_of, terms_in
+from tests.model.permits import (
+    AHEAD,
+    LATER_THAN_ANY,
+    NEVER,
+    at,
+    ends,
+    heir_of,
+    highest_in,
+    limit_of,
+    pace_of,
+    terms_in,
+)
 from tests.model.rules import is_anothers
 from tests.model.store import (
     MS,
@@ -491,7 +502,7 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
     """
     now, service = call.now, _service_of(call)
     others = [(n, permit) for n, permit in enumerate(_permits(call)) if n != service.number]
-    yield from (end for _, permit in others if 0 < (end := ends(permit, now)) < NEVER)
+    yield from (end for _, permit in others if 0 < (end := ends(permit, now)) < LATER_THAN_ANY)
     until = service.until if service.is_due else ends(service.permit, now)
     yield from [until] * (0 < until < NEVER)
     yield from (place - AWAY for place in _places(after).values() if place >= AWAY)

@@ -7,7 +7,7 @@ from typing import Any
 
 from celery import Celery
 from celery.exceptions import Reject
-from celery.states import FAILURE, READY_STATES, RETRY, REVOKED
+from celery.states import FAILURE, READY_STATES, RETRY, REVOKED, SUCCESS
 from celery.worker import state
 from kombu.exceptions import OperationalError
 
@@ -180,6 +180,8 @@ class Calls:
         rate = (options.terms.starts, options.terms.period_s) if options.rate else None
         life = self.checker.begins(held, options.limit, rate)
         self.began.setdefault(request.id, world.now_us)
+        if what == "ok" and task.AsyncResult(request.id).state == SUCCESS:
+            world.broken(f"{request.id} runs though it has succeeded")
         lives = self.lives.setdefault((request.id, request.retries), [])
         for earlier in lives:
             # Data that were lost before, or came back, may have sent it a second time.
@@ -248,7 +250,7 @@ class Calls:
         for task_id, end in states.items():
             self.world.note("ends as", end, task_id)
         # Whoever has joined a call that died between its attempts waits for its retry: for `queue_lease`.
-        if not (self.task == "joins" and any(states[task_id] == RETRY for task_id in lost)):
+        if not (self.task in ("joins", "joins_late") and any(states[task_id] == RETRY for task_id in lost)):
             left += [each for each in states if states[each] not in READY_STATES and each not in lost]
 
 
