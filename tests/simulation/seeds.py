@@ -17,9 +17,10 @@ import pytest
 
 from celery_setnx.call import wake
 from celery_setnx.call.back import ComesBack, Waits
-from celery_setnx.lock import keeper, line, lock
+from celery_setnx.lock import keeper, lock
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
+from celery_setnx.options import UNSET
 from celery_setnx.run import acquire, courier, ends, join, looks, park, run, sweep
 from tests.bounds import bound
 from tests.simulation import calls, locks
@@ -175,10 +176,9 @@ def late_command(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, lock._ACQUIRE.one, "if is_late or later > 0", "if later > 0")
 
 
-def no_place_beside_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that has lingered gets no place from its courier: what it left there is taken for one."""
-    good, bad = "not string.match(kept, '^%d') or is_later or", "kept == '' or is_later or"
-    plant(monkeypatch, line._PARK.one, good, bad)
+def backend_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is delivered again does not ask whether it has ended."""
+    monkeypatch.setattr(run.Run, "_result_before", lambda _run: UNSET)
 
 
 def no_timed_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ PLANTED = [
     Planted(partial(calls.play, task="once_early"), window_not_taken_back, 18),
     Planted(partial(calls.play, task="joins_late"), joins_each_other, 433),
     Planted(partial(calls.play, task="joins"), late_command, 670),
-    Planted(partial(calls.play, task="waits"), no_place_beside_its_own, 0),
+    Planted(partial(calls.play, task="waits_late"), backend_not_asked, 17),
     Planted(partial(calls.play, task="waits_late"), leaves_late, 1528),
     Planted(partial(calls.play, task="retries"), twin_of_a_retry, 43),
 ]
