@@ -227,7 +227,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
         paced = {name for name in tasks if (guard := known_guard(app, name)) and guard.options.rate}
-        tasks, later = (list(paced), self._left_by_looks) if only_paced else (tasks, None)
+        later = self._left_by_looks if only_paced else None
+        if only_paced:
+            tasks = [name for name in tasks if name in paced]
         with between_forks:
             claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
