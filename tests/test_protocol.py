@@ -28,6 +28,7 @@ from celery_setnx.testing import _age
 from tests.bounds import bound
 from tests.docs.pages import DOCS, ROOT, sections, table
 from tests.harness import wait_until
+from tests.model.contract import KNOWN_WORDS
 from tests.protocol import client
 from tests.protocol.client import (
     ClassicClient,
@@ -41,7 +42,6 @@ from tests.protocol.client import (
     due_names,
     lines_name,
 )
-from tests.test_simulated_redis import WORDS_OF
 
 LOCK_DB = 1
 LONG_S = 600  # nothing expires because the machine is slow
@@ -144,7 +144,7 @@ def test_every_word_of_a_script_is_described(verb):
     """What a script may answer stands in its section; the states that it tells apart stand in the page."""
     said = set(re.findall(r"`([a-z_]+)[` ]", VERBS[verb]))
     page = set(re.findall(r"`([a-z_]+)[` ]", PROTOCOL))
-    answered = {word for word in WORDS_OF.get(verb, "").split() if word.islower() and verb not in WORDLESS}
+    answered = {word for word in KNOWN_WORDS.get(verb, "").split() if word.islower() and verb not in WORDLESS}
     answered |= answers_of(SCRIPTS[verb])
     assert answered <= said
     assert answered or verb in WORDLESS
