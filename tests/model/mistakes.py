@@ -96,6 +96,7 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
             "math.min(lease * 2 ^ tonumber(h_vain), 3600000000)",
             "lease * 2 ^ tonumber(h_vain)",
             "math.min(lease, 3600000000)",
+            "math.min(lease, 3600000000)",
         ),
         ("acquire", "int(h_vain + 1)", "h_vain"),
         ("acquire", "int(4000000000000000 + now + away)", "int(4000000000000000 + now)", "int(now + away)"),

@@ -529,7 +529,9 @@ def test_broker_is_killed_while_calls_run_and_wait(
     assert len(journal.entries(what="start", name=name)) == 1
     gates(name, 6)  # three calls, each of which may run twice
     results = [running, *waiting, later, after]
-    assert [result.get(timeout=120) for result in results] == [name] * 3 + ["later", "after"]
+    for result in results:
+        wait_until(result.ready, lambda result=result: f"an end of {journal.entries(task_id=result.id)}", 120)
+    assert [result.get() for result in results] == [name] * 3 + ["later", "after"]
     tasks.worker.stop()  # what runs ends, and nothing starts while it is counted
     assert journal.entries(what="lost") == []
     # A second delivery is dropped if the result says SUCCESS: it runs only if it came before that was stored.
