@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from tests.model import grants, holders, turns
+from tests.model.edits import number_of
 from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, read_back
 from tests.model.line import AWAY, waiting
 from tests.model.lock import Call
@@ -32,17 +35,18 @@ KNOWN_WORDS = {
 }
 """What each script may answer first; ERR would be an error of its own."""
 
-GRANTS = ("acquired", "resumed", "taken_over")
 REFUSES = ("held", "stale", "line", "more", "lost", "queued", "stalled", "running", "done", "taken", "again")
 WRITES = [name for name, (_, writes, *_) in COMMANDS.items() if writes]
 ALLOWED_ON_FULL = ("renew", "release", "hold", "park", "leave", "serve", "free", "extend", "unmark", "forget")
 """What a server allows whose memory is full: none of these grants a lock."""
 
 
-class Played(NamedTuple):
-    """What became of a call: the keys, and the reply or an error."""
+@dataclass(frozen=True)
+class Played:
+    """What became of a call: the keys at that millisecond, and the reply or an error."""
 
     keys: dict[bytes, Entry]
+    now_ms: int
     reply: Reply
     error: str = ""
 
@@ -54,10 +58,19 @@ class Played(NamedTuple):
         reply = self.reply.split()[0] if isinstance(self.reply, bytes) else self.reply[0]
         return reply.decode() if isinstance(reply, bytes) else str(reply)
 
-    @property
+    @cached_property
     def words(self) -> list[Any]:
         """All that it answers, as text."""
-        return [word.decode() if isinstance(word, bytes) else word for word in _words(self.reply)]
+        words = self.reply.split(b" ") if isinstance(self.reply, bytes) else self.reply
+        return [
+            word.decode() if isinstance(word, bytes) else None if word is None else str(word)
+            for word in words
+        ]
+
+    @cached_property
+    def after(self) -> Store:
+        """What the keys hold."""
+        return read_back(self.keys, self.now_ms)
 
 
 class Refusing(Server):
@@ -79,8 +92,8 @@ def played(script: Script, call: Call, *, is_full: bool = False, forbidden: byte
     try:
         reply = script.run(server, call.keys, tuple(word.encode() for word in call.told))
     except ServerError as error:
-        return Played(server.keys, None, str(error))
-    return Played(server.keys, reply)
+        return Played(server.keys, call.now // MS, None, str(error))
+    return Played(server.keys, call.now // MS, reply)
 
 
 Clause = Callable[[Script, Call, Played], bool]
@@ -112,7 +125,7 @@ def expires(script: Script, call: Call, found: Played) -> bool:
     for name, entry in found.keys.items():
         if entry != before.get(name) and entry.expiry is None:
             return False
-    after, told, now_ms = read_back(found.keys, call.now // MS), call.told, call.now // MS
+    after, told, now_ms = found.after, call.told, found.now_ms
     for number in range(1 + len(after.others)):
         old, new = at(call.store, number), at(after, number)
         record = new.record
@@ -144,10 +157,10 @@ def _promised(call: Call, found: Played) -> Iterator[tuple[bytes, int, bool]]:
         yield call.keys[4], remember, True
         if call.name == "park":
             yield from ((name, remember, False) for name in (LINE, CALLS, *([PERMITS] * ("#" in call.verb))))
-    elif call.name == "acquire" and word in GRANTS and int(told[6]) and len(call.keys) > 5:
+    elif call.name == "acquire" and word in grants.GRANTED and int(told[6]) and len(call.keys) > 5:
         yield call.keys[5], int(told[6]), True
     elif call.name == "release" and word in ("released", "resting", "repaired"):
-        was_released = at(call.store, _number(call)).holder.state != "running"
+        was_released = at(call.store, number_of(call)).holder.state != "running"
         if told[3] != "0" and not was_released and task_of(told[0])[0] is not None:
             yield MARK, int(told[3]), False
 
@@ -169,14 +182,8 @@ def tells_what_it_found(script: Script, call: Call, found: Played) -> bool:
     """The reply says the time, and the lock's value, record and whatever else was there."""
     if found.error or found.word == "more":
         return True
-    reply = found.words
-    after = read_back(found.keys, call.now // MS)
     check = _TELLS.get(call.name)
-    return check is None or check(call, found.word, reply, after)
-
-
-def _words(reply: Reply) -> list[Any]:
-    return reply.split(b" ") if isinstance(reply, bytes) else list(reply)
+    return check is None or check(call, found.word, found.words, found.after)
 
 
 def _record(store: Store) -> str | None:
@@ -206,7 +213,7 @@ def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> boo
             and int(reply[1]) > call.now
         )
     until = old.holder.deadline
-    if word in GRANTS:
+    if word in grants.GRANTED:
         until = new.holder.deadline
         fence = new.holder.fence
     else:
@@ -219,7 +226,7 @@ def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> boo
 
 
 def _tells_release(call: Call, word: str, reply: list[Any], after: Store) -> bool:
-    number = _number(call)
+    number = number_of(call)
     old, new = at(call.store, number), at(after, number)
     if len(reply) == 1:
         return word == "released" and old.holder.state in ("running", "failed")
@@ -239,12 +246,8 @@ def _tells_release(call: Call, word: str, reply: list[Any], after: Store) -> boo
     return (reply[3], reply[4]) == (heir, wakes)
 
 
-def _number(call: Call) -> int:
-    return int(call.keys[0].partition(b"#")[2] or 0)
-
-
 def _tells_renew(call: Call, word: str, reply: list[Any], after: Store) -> bool:
-    number = _number(call)
+    number = number_of(call)
     old, new = at(call.store, number), at(after, number)
     until = int(reply[1])
     right = until == new.holder.deadline if word in ("renewed", "repaired") else True
@@ -283,7 +286,7 @@ def answers_by_the_rules(script: Script, call: Call, found: Played) -> bool:
     """Whose a lock, a mark or a place is, and since when, decides what is answered."""
     if call.name == "look" or found.error:
         return True
-    number = _number(call)
+    number = number_of(call)
     if "#" in call.verb and call.name == "free":
         owned = [
             n for n in range(1 + len(call.store.others)) if _is_held_for(at(call.store, n), call.told[0])
@@ -304,11 +307,11 @@ def _is_held_for(store: Store, task: str) -> bool:
 
 def grants_what_is_free(script: Script, call: Call, found: Played) -> bool:
     """A lock is granted if it is nobody's, or the caller's own by one of the rules; refused only if not."""
-    if call.name != "acquire" or found.error or found.word not in (*GRANTS, "again", "held"):
+    if call.name != "acquire" or found.error or found.word not in (*grants.GRANTED, "again", "held"):
         return True
-    reply, told = _words(found.reply), call.told
+    reply, told = found.words, call.told
     number = int(reply[8 if len(reply) > 5 else 3]) if "#" in call.verb else 0
-    old, new = at(call.store, number), at(read_back(found.keys, call.now // MS), number)
+    old, new = at(call.store, number), at(found.after, number)
     record, token, task = old.holder, told[0], task_of(told[0])
     rule = rule_of(call, old)
     if found.word == "held":
@@ -366,7 +369,7 @@ def is_the_same_again(script: Script, call: Call, found: Played) -> bool:
         return True
     if call.name == "serve" and found.word == "empty":
         return True  # of several that were handed over in vain the next is served
-    again = played(script, call._replace(store=read_back(found.keys, call.now // MS)))
+    again = played(script, call._replace(store=found.after))
     return again.keys == found.keys
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.model.layout import PERMITS, RECORD, STARTS
-from tests.model.line import AWAY, Waiter
+from tests.model.line import AWAY, LOOKED_AT, Waiter
 from tests.model.lock import Call
 from tests.model.permits import AHEAD, at, pace_of, terms_in
 from tests.model.store import (
@@ -22,7 +22,6 @@ from tests.model.store import (
     Ticket,
     task_of,
 )
-from tests.model.turns import LOOKED_AT
 
 TASKS = ("a", "b", "c", "d")
 

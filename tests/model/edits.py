@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.model.layout import laid_out, read_back
+from tests.model.layout import LOCK, RECORD, laid_out, read_back
 from tests.model.lock import Call
 from tests.model.permits import at
 from tests.model.store import MS, Calls, Line, Record, Store, seconds, up
@@ -70,7 +70,12 @@ def before(call: Call) -> Store:
     return read_back(dict(laid_out(call.store, call.now // MS)), call.now // MS)
 
 
+def number_of(call: Call) -> int:
+    """Whose keys a script of one permit is told."""
+    return int(call.keys[0].partition(b"#")[2] or 0)
+
+
 def permits_in(call: Call) -> list[Store]:
-    """The permits whose keys the call is told."""
-    count = 1 + sum(key.startswith(b"lock#") for key in call.keys)
-    return [at(call.store, number) for number in range(count)]
+    """The permits of which the call is told a key."""
+    told = {name.partition(b"#")[2] for name in call.keys if name.startswith((LOCK, RECORD))}
+    return [at(call.store, number) for number in range(len(told))]

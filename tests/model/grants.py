@@ -15,10 +15,20 @@ from tests.model.edits import (
     with_call,
     without_calls,
 )
-from tests.model.layout import read_back
-from tests.model.line import AWAY, Waiter, waiter, waiting
+from tests.model.line import passed_over, waiter, waiting
 from tests.model.lock import Call
-from tests.model.permits import AHEAD, NEVER, at, ends, heir_of, limit_of, pace_of, speaks_of_its_value
+from tests.model.permits import (
+    AHEAD,
+    NEVER,
+    at,
+    earliest_start,
+    ends,
+    heir_of,
+    is_to_come,
+    limit_of,
+    pace_of,
+    speaks_of_its_value,
+)
 from tests.model.rules import rule_of
 from tests.model.store import (
     MS,
@@ -144,25 +154,9 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     longest = min(held, key=lambda n: permits[n].holder.since, default=None)
     spare = sum(n < limit_of(call.told[10]) and n != choice.number for n in free)
     if longest is None:
-        return (int(reply[9]), reply[10:]) == (spare, [None, None, 0])
-    told = [permits[longest].value, str(permits[longest].record), longest]
+        return (int(reply[9]), reply[10:]) == (spare, [None, None, "0"])
+    told = [permits[longest].value, str(permits[longest].record), str(longest)]
     return (int(reply[9]), reply[10:]) == (spare, told)
-
-
-def earliest_start(call: Call, promised: int, ahead: int = 0) -> int:
-    """When one more may start, at the earliest, if so many others are about to; 0 if it may now.
-
-    Of the starts so far as many must be a period ago as leave room for it.
-    """
-    count, period = pace_of(call.told[10])
-    if not count:
-        return 0
-    room = max(count - promised, 1)
-    past = [began for began, *_ in call.store.starts.times if began <= call.now]
-    till = past[-room] + period - ahead if len(past) >= room else 0
-    if promised >= count:
-        till = max(till, call.now + min(period, SECOND))
-    return till if till > call.now else 0
 
 
 class Turn(NamedTuple):
@@ -186,18 +180,14 @@ def turn_of(call: Call, caller: Caller, choice: Choice) -> Turn:
     is_dead = record.state == "running" and record.token == call.told[4]
     if choice.rank == HELD or (choice.rank == OWN and not is_later and not is_dead):
         return Turn(0, False)
-    promised = sum(_is_promised(call, each) for each in permits_in(call))
+    promised = sum(is_to_come(each, call.now) for each in permits_in(call))
     if record.state == "handed" and call.now < record.deadline:
         promised -= 1
     elif caller.woken:
         promised = max(promised - 1, 0)
-    is_early = choice.rank == ITS and earliest_start(call, promised, AHEAD) > 0
-    return Turn(earliest_start(call, promised), is_early)
-
-
-def _is_promised(call: Call, permit: Store) -> bool:
-    is_live = permit.value not in (None, NOT_A_STRING) and call.now < permit.holder.deadline
-    return is_live and permit.holder.state == "handed"
+    starts, terms = call.store.starts, call.told[10]
+    is_early = choice.rank == ITS and earliest_start(starts, terms, call.now, promised, AHEAD) > 0
+    return Turn(earliest_start(starts, terms, call.now, promised), is_early)
 
 
 def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
@@ -210,7 +200,7 @@ def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
     if not till or found.word != "paced":
         return (found.word == "paced") == bool(till)
     reply = found.words
-    old, new = at(call.store, choice.number), at(read_back(found.keys, call.now // MS), choice.number)
+    old, new = at(call.store, choice.number), at(found.after, choice.number)
     is_own = choice.rank <= LAPSED and caller.task in (task_of(old.holder.token)[0], "")
     is_own = is_own and caller.task is not None
     is_held = is_own and choice.rank == OWN and old.holder.state == "held_for_retry"
@@ -337,9 +327,9 @@ def _starts_after(call: Call, start: Start) -> Starts:
     now_ms = call.now // MS
     keep = max(period, (starts.expiry - now_ms) * MS if starts.times and starts.expiry else 0)
     times = {each for each in starts.times if each[0] <= call.now} | {start}
-    ordered = sorted(times, key=lambda each: (each[0], b"%d#%d#%d" % each))[-STARTS_KEPT:]
-    oldest = max(call.now - keep, ordered[0][0] if len(ordered) == STARTS_KEPT else 0)
-    left = tuple(each for each in sorted(times, key=lambda e: (e[0], b"%d#%d#%d" % e)) if each[0] >= oldest)
+    ordered = sorted(times, key=lambda each: (each[0], b"%d#%d#%d" % each))
+    first = ordered[-STARTS_KEPT][0] if len(ordered) >= STARTS_KEPT else 0
+    left = tuple(each for each in ordered if each[0] >= max(call.now - keep, first))
     return Starts(left, now_ms + up(max(keep, 2 * period), MS))
 
 
@@ -355,8 +345,8 @@ def _after_overtaking(call: Call, store: Store, caller: Caller, old: Store) -> S
         store = with_call(store, heir, str(known._replace(comes=True)))
         store = in_line(store, heir, known.since)
     else:
-        store = with_call(store, heir, str(Waiter(known.vain + 1, False, known.since, known.call)))
-        store = in_line(store, heir, AWAY + call.now + min(int(call.told[1]) * 2**known.vain, HOUR))
+        place, known = passed_over(known, call.now, int(call.told[1]))
+        store = in_line(with_call(store, heir, str(known)), heir, place)
     return line_lasts(store, store.calls.lease)
 
 
@@ -381,7 +371,7 @@ def grants_that_alone(script: Script, call: Call, found: Played) -> bool:
     """Nothing changes but what a grant, or a refusal, stands for: all other keys are as they were."""
     if call.name != "acquire" or found.error:
         return True
-    return read_back(found.keys, call.now // MS) == _after_acquire(call, found)
+    return found.after == _after_acquire(call, found)
 
 
 CLAUSES = (

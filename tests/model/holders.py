@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tests.model.edits import (
     before,
     given_back,
     kept,
+    number_of,
     out_of_line,
     permits_in,
     permits_last,
     without_calls,
 )
-from tests.model.layout import read_back
-from tests.model.line import waiting
+from tests.model.line import Next, next_of, waiting
 from tests.model.lock import Call
 from tests.model.permits import at
 from tests.model.store import MS, NUMBER, SECOND, Mark, Store, task_of, up
@@ -24,43 +24,18 @@ from tests.simulation.scripts import Script
 if TYPE_CHECKING:
     from tests.model.contract import Played
 
-LINGERS_MORE = 50_000
-"""How long (us) a lock is kept for one that asks by itself, after it was to ask."""
 
-
-class Heir(NamedTuple):
-    """Whom a lock is handed to, for how long (us); and who has not asked again in time."""
-
-    task: str | None
-    keep: int
-    gone: list[str]
-
-
-def heir_in_line(call: Call) -> Heir:
-    """The first in line that is to be woken, or may still ask again; nobody behind ten that are gone."""
-    gone: list[str] = []
+def heir_in_line(call: Call) -> Next:
+    """Whom a release hands the lock to."""
     if len(call.keys) <= 2 or call.told[4] == "":
-        return Heir(None, 0, gone)
-    known = dict(call.store.calls.fields)
-    for task in waiting(call.store)[:10]:
-        text = known.get(task, "")
-        if not text.startswith("@"):
-            return Heir(task, int(call.told[4]), gone)
-        if call.now < int(text[1:]):
-            return Heir(task, int(text[1:]) - call.now + LINGERS_MORE, gone)
-        gone.append(task)
-    return Heir(None, 0, gone)
+        return Next(None, 0, ())
+    return next_of(waiting(call.store), dict(call.store.calls.fields), call.now, int(call.told[4]))
 
 
 def _is_resent(call: Call) -> bool:
     """Whether a release has done nothing: its holder has released already, or it is another's."""
     record = at(call.store, number_of(call)).holder
     return record.token != call.told[0] or record.state not in ("running", "failed")
-
-
-def number_of(call: Call) -> int:
-    """Whose keys a script of one permit is told."""
-    return int(call.keys[0].partition(b"#")[2] or 0)
 
 
 def _after_release(call: Call, found: Played) -> Store:
@@ -73,9 +48,7 @@ def _after_release(call: Call, found: Played) -> Store:
     if found.word == "resting":
         store = kept(store, number, record._replace(deadline=rest_until, state="resting"), remember)
     elif heir.task is not None:
-        record = record._replace(
-            deadline=call.now + heir.keep, state="handed", since=call.now, info=heir.task
-        )
+        record = record._replace(deadline=heir.until, state="handed", since=call.now, info=heir.task)
         store = out_of_line(kept(store, number, record, remember), heir.task)
     else:
         store = given_back(store, number, record._replace(state=found.word), now_ms + remember)
@@ -131,7 +104,7 @@ def frees_one_that_waits(script: Script, call: Call, found: Played) -> bool:
     """A permit that is held for the task's retry is nobody's, whichever of several; all else stays."""
     if call.name != "free":
         return True
-    store, after = before(call), read_back(found.keys, call.now // MS)
+    store, after = before(call), found.after
     if found.word in ("lost", "more"):
         return after == store
     expiry = call.now // MS + int(call.told[1])
@@ -175,7 +148,7 @@ def changes_that_alone(script: Script, call: Call, found: Played) -> bool:
     if call.name not in _AFTER:
         return True
     wanted = before(call) if found.error else _AFTER[call.name](call, found)
-    return read_back(found.keys, call.now // MS) == wanted
+    return found.after == wanted
 
 
 def stalls_only_a_line(script: Script, call: Call, found: Played) -> bool:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.model.store import NUMBER, SECOND, Permit, Store, seconds
+from tests.model.store import NOT_A_STRING, NUMBER, SECOND, Permit, Starts, Store, seconds
 
 AHEAD = 20_000
 """How long (us) before its start a call may be handed a permit."""
@@ -54,6 +54,28 @@ def ends(permit: Store, now: int) -> int:
     is_recorded = speaks_of_its_value(permit, now)
     till = permit.holder.deadline if is_recorded else int((min(float(value), 1e11) + 1) * SECOND)
     return till if now < till else 0
+
+
+def is_to_come(permit: Store, now: int) -> bool:
+    """Whether a permit is kept for a task still, whatever its value."""
+    is_kept = heir_of(permit) is not None and permit.value not in (None, NOT_A_STRING)
+    return is_kept and now < permit.holder.deadline
+
+
+def earliest_start(starts: Starts, terms: str, now: int, promised: int, ahead: int = 0) -> int:
+    """When one more may start, at the earliest, if so many others are about to; 0 if it may now.
+
+    Of the starts so far as many must be a period ago as leave room for it.
+    """
+    count, period = pace_of(terms)
+    if not count:
+        return 0
+    room = max(count - promised, 1)
+    past = [began for began, *_ in starts.times if began <= now]
+    till = past[-room] + period - ahead if len(past) >= room else 0
+    if promised >= count:
+        till = max(till, now + min(period, SECOND))
+    return till if till > now else 0
 
 
 def highest_in(store: Store) -> tuple[int, int]:

@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.model.layout import PERMITS, RECORD, read_back
-from tests.model.line import AWAY, Waiter, waiter, waiting
+from tests.model.edits import permits_in
+from tests.model.layout import PERMITS
+from tests.model.line import AWAY, LOOKED_AT, next_of, passed_over, waiter, waiting
 from tests.model.lock import Call
 from tests.model.permits import (
     AHEAD,
     LATER_THAN_ANY,
     NEVER,
     at,
+    earliest_start,
     ends,
     heir_of,
     highest_in,
+    is_to_come,
     limit_of,
     pace_of,
     terms_in,
@@ -26,7 +29,6 @@ from tests.model.store import (
     MS,
     NOT_A_STRING,
     NUMBER,
-    SECOND,
     Known,
     Line,
     Permit,
@@ -42,35 +44,8 @@ if TYPE_CHECKING:
     from tests.model.contract import Clause, Played
     from tests.simulation.scripts import Script
 
-AWAY_AT_MOST = 3600 * SECOND
-LOOKED_AT = 10
-"""How many in line one service looks at."""
-MAY_COME_LATE = 50_000
-"""How much longer (us) a permit is kept for a call than that one asks again by itself."""
 REFUSED = ("more", "stale", "taken")
 TURNS = ("serve", "park", "leave", "look", "forget")
-
-
-def _numbers(call: Call) -> range:
-    """The permits that a script is told of."""
-    return range(sum(name.startswith(RECORD) for name in call.keys))
-
-
-def _permits(call: Call) -> list[Store]:
-    """The keys as those of each permit."""
-    return [at(call.store, number) for number in _numbers(call)]
-
-
-def _after(call: Call, found: Played) -> Store:
-    return read_back(found.keys, call.now // MS)
-
-
-def _told(found: Played) -> list[str | None]:
-    """What a script says."""
-    words = found.reply.split(b" ") if isinstance(found.reply, bytes) else found.reply
-    return [
-        word.decode() if isinstance(word, bytes) else None if word is None else str(word) for word in words
-    ]
 
 
 def _pair_of(permit: Store) -> list[str | None]:
@@ -93,15 +68,6 @@ def _is_live(permit: Store, now: int) -> bool:
     return bool(permit.value and NUMBER.fullmatch(permit.value)) and now < permit.holder.deadline
 
 
-def _is_to_come(permit: Store, now: int) -> bool:
-    """Whether a permit is kept for a task still, whatever its value."""
-    return (
-        heir_of(permit) is not None
-        and permit.value not in (None, NOT_A_STRING)
-        and now < permit.holder.deadline
-    )
-
-
 def _is_in_vain(permit: Store, now: int) -> bool:
     """Whether a permit was handed to a task that has not come in time."""
     return heir_of(permit) is not None and ends(permit, now) == 0
@@ -112,13 +78,13 @@ def _best(call: Call, rank_of: Callable[[Store], int]) -> int:
 
     Beyond the limit only one that fits better than a free one.
     """
-    ranks = [(rank_of(permit), ends(permit, call.now)) for permit in _permits(call)]
-    return min((*ranks[n], n) for n in _numbers(call) if n < _limit_of(call) or ranks[n][0] < 4)[2]
+    ranks = [(rank_of(permit), ends(permit, call.now)) for permit in permits_in(call)]
+    return min((*rank, n) for n, rank in enumerate(ranks) if n < _limit_of(call) or rank[0] < 4)[2]
 
 
 def _noted(call: Call, ms: int) -> Known | None:
     """What is known of the permits once a call's terms are noted: for so long; if it is new, for a minute."""
-    used = [n for n, permit in enumerate(_permits(call)) if permit.value not in (None, NOT_A_STRING)]
+    used = [n for n, permit in enumerate(permits_in(call)) if permit.value not in (None, NOT_A_STRING)]
     terms, known = _terms_of(call), call.store.known
     highest = max(limit_of(terms), 1 + max(used, default=0))
     text, lease = f"{highest} {terms}", max(known.lease if known else 0, ms)
@@ -138,7 +104,7 @@ def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
         "forget": ("done",),
         "look": (),
     }
-    before, after = call.store, _after(call, found)
+    before, after = call.store, found.after
     before = before._replace(**{name: getattr(after, name) for name in may[call.name]})
     if call.name == "serve" and found.word != "more":
         changed = Permit(*at(after, number := _served(call))[:4])
@@ -151,9 +117,9 @@ def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
 def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
     """A script that is told of fewer permits than are in use says `more`, and how many; else it does not."""
     highest = highest_in(call.store)[0]
-    if call.name not in TURNS or PERMITS not in call.keys or highest <= len(_numbers(call)):
+    if call.name not in TURNS or PERMITS not in call.keys or highest <= len(permits_in(call)):
         return found.word != "more" or call.name not in TURNS
-    return _told(found) == ["more", str(highest)]
+    return found.words == ["more", str(highest)]
 
 
 def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
@@ -173,7 +139,7 @@ def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
         ticket = tickets[task]
         if (ticket.attempt, ticket.vain) == (int(attempt), "0"):
             tickets[task] = ticket._replace(lease=min(ticket.lease, ms))
-    return dict(_after(call, found).tickets) == tickets
+    return dict(found.after.tickets) == tickets
 
 
 def _vain_of(call: Call) -> str:
@@ -216,7 +182,7 @@ def _has_line(
     call: Call, found: Played, places: dict[str, int], calls: dict[str, str], lasts: int = 0, since: int = 0
 ) -> bool:
     """Whether these stand in line, and are woken with this; and both last for so long (ms) at least."""
-    before, after = call.store, _after(call, found)
+    before, after = call.store, found.after
     lasts_line = max(before.line.lease, lasts, since)
     return (
         after.line.places == tuple(sorted((since, task) for task, since in places.items()))
@@ -247,9 +213,9 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
     comes = task in dict(call.store.calls.fields) if copy == "" else is_nobody_elses
     is_handed = permit.value is not None and heir_of(permit) == task and comes
     is_right = found.word in REFUSED or (found.word == "handed") == is_handed
-    line = [name for _, name in _after(call, found).line.places]
+    line = [name for _, name in found.after.line.places]
     place = 1 + line.index(task) if task in line else 0
-    return is_right and _told(found)[1:] == [str(call.now), *_pair_of(permit), str(place)]
+    return is_right and found.words[1:] == [str(call.now), *_pair_of(permit), str(place)]
 
 
 def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
@@ -263,15 +229,15 @@ def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
             known = _noted(call, int(call.told[5]))
         elif service.heir is not None and _terms_of(call) != terms_in(call.store):
             known = _noted(call, up(service.until - call.now, MS) + int(call.told[2]))
-    return _after(call, found).known == known
+    return found.after.known == known
 
 
 def forgets_this_run_alone(script: Script, call: Call, found: Played) -> bool:
     """This run's success is forgotten, or that of an earlier run of its task. The run has failed."""
     if call.name != "forget" or found.error:
         return True
-    token, done, after = call.told[0], call.store.done, _after(call, found)
-    began = {permit.holder.token: permit.holder.since for permit in _permits(call)}
+    token, done, after = call.told[0], call.store.done, found.after
+    began = {permit.holder.token: permit.holder.since for permit in permits_in(call)}
     counts = done is not None and (
         done.task_id == token
         or (
@@ -282,7 +248,7 @@ def forgets_this_run_alone(script: Script, call: Call, found: Played) -> bool:
         at(after, number).record == (_failed(permit) if permit.holder.token == token else permit.record)
         and at(after, number).record_expiry == permit.record_expiry
         and at(after, number).value == permit.value
-        for number, permit in enumerate(_permits(call))
+        for number, permit in enumerate(permits_in(call))
     )
     return (
         right and after.done == (None if counts else done) and found.word == ("freed" if counts else "lost")
@@ -355,13 +321,8 @@ def _service_of(call: Call) -> Service:
     if call.told[6] or number >= _limit_of(call) or _paced_till(call):
         return service  # nobody has it now
     places, calls = _stand(call, service.in_vain)
-    for task in _in_order(places)[:LOOKED_AT]:
-        asks_until = int(calls.get(task, "")[1:]) if calls.get(task, "").startswith("@") else NEVER
-        if call.now < asks_until:
-            until = call.now + int(call.told[1]) if asks_until == NEVER else asks_until + MAY_COME_LATE
-            return service._replace(heir=task, until=until)
-        service = service._replace(gone=(*service.gone, task))
-    return service
+    heir, until, gone = next_of(_in_order(places), calls, call.now, int(call.told[1]))
+    return service._replace(heir=heir, until=until, gone=gone)
 
 
 def _in_order(places: dict[str, int]) -> list[str]:
@@ -372,9 +333,8 @@ def _in_order(places: dict[str, int]) -> list[str]:
 def _stand(call: Call, in_vain: str | None) -> tuple[dict[str, int], dict[str, str]]:
     """Where the tasks stand, and with what each is woken, once one was handed a permit in vain.
 
-    That one is passed over for a lease, for twice as long each time, for an hour at most. If nobody has woken
-    it, it stands where it stood. So does a task that was passed over for long enough. If it asks again by
-    itself, it is forgotten.
+    That one is passed over. If nobody has woken it, it stands where it stood. So does a task that was passed
+    over for long enough. If it asks again by itself, it is forgotten.
     """
     places, calls = _places(call.store), dict(call.store.calls.fields)
     for task, place in tuple(places.items()):
@@ -388,8 +348,8 @@ def _stand(call: Call, in_vain: str | None) -> tuple[dict[str, int], dict[str, s
     elif call.told[6]:
         places[in_vain] = known.since
     else:
-        places[in_vain] = AWAY + call.now + min(int(call.told[3]) * 2**known.vain, AWAY_AT_MOST)
-        calls[in_vain] = str(Waiter(known.vain + 1, False, known.since, known.call))
+        places[in_vain], known = passed_over(known, call.now, int(call.told[3]))
+        calls[in_vain] = str(known)
     return places, calls
 
 
@@ -399,16 +359,12 @@ def _paced_till(call: Call) -> int:
     A start counts for a period. A permit that is kept for a task counts as a start, but for the one that this
     service takes back or has handed over.
     """
-    count, period = pace_of(_terms_of(call)) if "#" in call.verb else (0, 0)
-    number, now, permits = _served(call), call.now, _permits(call)
-    is_again = _is_kept(call, permits[number]) or _is_given_up(call, permits[number])
-    left = count - sum(_is_to_come(permit, now) for permit in permits) + is_again
-    starts = _starts_that_count(call, period)
-    if not count or len(starts) < left:
+    if "#" not in call.verb:
         return 0
-    if left > 0:
-        return starts[-left]
-    return max([now + min(period, SECOND), *starts])
+    number, permits = _served(call), permits_in(call)
+    is_again = _is_kept(call, permits[number]) or _is_given_up(call, permits[number])
+    promised = sum(is_to_come(permit, call.now) for permit in permits) - is_again
+    return earliest_start(call.store.starts, _terms_of(call), call.now, promised, AHEAD)
 
 
 def _starts_that_count(call: Call, period: int) -> list[int]:
@@ -428,7 +384,7 @@ def serves_the_permit_that_is_due(script: Script, call: Call, found: Played) -> 
     service = _service_of(call)
     if isinstance(service.permit.record, str):
         return found.word == "FOREIGNRECORD"
-    before, after = service.permit, at(_after(call, found), service.number)
+    before, after = service.permit, at(found.after, service.number)
     record = before.holder
     if service.heir is not None:
         kept = Record(call.told[0], service.until, record.fence, "handed", call.now, service.heir)
@@ -460,7 +416,7 @@ def keeps_the_starts_that_are_asked_for(script: Script, call: Call, found: Playe
     ms = up(pace_of(_terms_of(call))[1], MS)
     if starts.expiry is not None and _paced_till(call) and starts.expiry < now_ms + ms:
         starts = starts._replace(expiry=now_ms + 2 * ms)
-    return _after(call, found).starts == starts
+    return found.after.starts == starts
 
 
 def says_whom_it_serves(script: Script, call: Call, found: Played) -> bool:
@@ -473,9 +429,9 @@ def says_whom_it_serves(script: Script, call: Call, found: Played) -> bool:
         heir, word = heir_of(permit), "handed"
     elif service.is_due:
         word = "empty" if heir is None else "taken_over" if _is_taken_over(call, permit) else "handed"
-    known = waiter(_after(call, found), heir)
+    known = waiter(found.after, heir)
     wakes = known.call if known is not None and not known.comes else None
-    return found.word == word and _told(found)[1:6] == [str(call.now), *_pair_of(permit), heir, wakes]
+    return found.word == word and found.words[1:6] == [str(call.now), *_pair_of(permit), heir, wakes]
 
 
 def _is_taken_over(call: Call, permit: Store) -> bool:
@@ -491,7 +447,7 @@ def says_when_to_look_again(script: Script, call: Call, found: Played) -> bool:
     """The reply says the earliest time at which there is a reason to look at the line again; or 0."""
     if not _is_served(call, found):
         return True
-    return int(_told(found)[6] or 0) == min(_looks(call, _after(call, found)), default=0)
+    return int(found.words[6] or 0) == min(_looks(call, found.after), default=0)
 
 
 def _looks(call: Call, after: Store) -> Iterator[int]:
@@ -501,7 +457,7 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
     service has looked at are gone.
     """
     now, service = call.now, _service_of(call)
-    others = [(n, permit) for n, permit in enumerate(_permits(call)) if n != service.number]
+    others = [(n, permit) for n, permit in enumerate(permits_in(call)) if n != service.number]
     yield from (end for _, permit in others if 0 < (end := ends(permit, now)) < LATER_THAN_ANY)
     until = service.until if service.is_due else ends(service.permit, now)
     yield from [until] * (0 < until < NEVER)

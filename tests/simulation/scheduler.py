@@ -16,6 +16,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 US = 1_000_000
 START_US = 1_700_000_000 * US
+FIRST_PID = 1000
 
 
 class Thread:
@@ -57,7 +58,6 @@ class World:
         self.calm_at_us = START_US
         self._chances: dict[str, float] = {}
         self.processes: list[Process] = []
-        self.dead: set[int] = set()
         self.threads: list[Thread] = []
         self.history: list[tuple[Any, ...]] = []
         self.violations: list[str] = []
@@ -93,9 +93,14 @@ class World:
 
     def process_of(self, name: str) -> Process:
         """A new process."""
-        process = Process(self, 1000 + len(self.processes), name)
+        process = Process(self, FIRST_PID + len(self.processes), name)
         self.processes.append(process)
         return process
+
+    def has_died(self, pid: int) -> bool:
+        """Whether this is the id of a process that has died."""
+        number = pid - FIRST_PID
+        return 0 <= number < len(self.processes) and self.processes[number].is_dead
 
     def spawn(self, process: Process, run: Callable[[], Any], name: str, *, after_us: int = 0) -> Thread:
         """A new thread, which begins soon."""
@@ -147,7 +152,6 @@ class World:
         if not process.is_dead:
             self.note("dies", process.name)
             process.is_dead = True
-            self.dead.add(process.pid)
             self.on_death(process)
             if self.current is not None and self.current.process is process:
                 self._give_way()

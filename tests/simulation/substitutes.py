@@ -261,7 +261,7 @@ def _single_client(_at: Any, _params: Any, timeout_s: float) -> redis.Redis:
 
 
 def _has_ended(pid: int, start: int | None = None) -> bool:
-    return pid in _world.dead
+    return _world.has_died(pid)
 
 
 class _Chance:

@@ -97,11 +97,9 @@ def main() -> int:
         wheel = _wheel(directory)
         _lay_out_suite(directory / "suite")
 
-        def is_first(cell: Cell) -> bool:
-            return cell == every[0] and not options.next
-
         def run(cell: Cell) -> Result:
-            result = _run(cell, directory, wheel, (WHOLE, EXITS) if is_first(cell) else (SMOKE,))
+            is_whole = cell == every[0] and not options.next
+            result = _run(cell, directory, wheel, (WHOLE, EXITS) if is_whole else (SMOKE,))
             print(f"{cell}: {', '.join(result.columns())}", flush=True)
             return result
 
