@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -251,6 +252,18 @@ def test_header_of_a_call_with_such_an_id_is_its_own(app, given_id):
         retry = Call.of("t", messages.get_nowait().headers)
     assert not call.bare
     assert (retry.attempt, retry.call_id) == (1, call.call_id)
+
+
+def test_retry_of_a_call_of_a_fan_out_has_the_ticket_of_that_call(app):
+    """What is late of the first attempt, as its leaving the line, is stale then."""
+    task = app.tasks["t"]
+    task.fan_out([(1,)], queue="ids")
+    with app.connection_for_read() as connection, connection.SimpleQueue("ids") as messages:
+        headers = messages.get_nowait().headers
+        own = {HEADER: headers[HEADER]}
+        task.apply_async((1,), task_id=headers["id"], queue="ids", retries=1, headers=own)
+        retry = Call.of("t", messages.get_nowait().headers)
+    assert retry.place(1.0) == replace(Call.of("t", headers).place(1.0), attempt=1)
 
 
 def test_call_that_is_sent_again_as_the_same_attempt_is_another_call(app):

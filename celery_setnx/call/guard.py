@@ -15,7 +15,7 @@ from kombu.serialization import dumps
 from kombu.utils import json
 
 from celery_setnx.arguments import Arguments, pass_on_time_limit
-from celery_setnx.call.message import REPLACED, Call
+from celery_setnx.call.message import REPLACED, Call, has_random_id
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError, UnkeyableCall
@@ -97,9 +97,11 @@ class Guard:
             text = "The retry of %s keeps the key %s, because its own cannot be computed: %s"
             logger.warning(text, before, before.key, error, extra=fields(of=before))
             key, about = before.key, before.about if shown else ""
-        # A later attempt of a call stays that call; what else is published under its id is another.
-        is_later = before is not None and before.attempt < new.attempt
-        call_id = (before.call_id if before and is_later else "") or os.urandom(6).hex()
+        # A later attempt of a call stays that call, whose ticket tells which attempt may start; what else is
+        # published under its id is another. A call of a fan-out has nothing but its id.
+        call_id = os.urandom(6).hex()
+        if before and before.attempt < new.attempt and (before.call_id or has_random_id(new.task_id)):
+            call_id = before.call_id
         marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
         return Call(*new[:3], key, call_id, options, marked, about=about, bare=False)
 

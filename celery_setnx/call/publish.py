@@ -242,9 +242,7 @@ def _told(
     running = RunningCall.of(task, new)
     before = Call.before(guard.task, options)
     if running is not None:  # which knows its key, whatever its message said
-        before = (
-            running.call._replace(call_id="") if before is None else before._replace(key=running.call.key)
-        )
+        before = running.call if before is None else before._replace(key=running.call.key)
     serializer = options.get("serializer")
     if task is None:
         given = Arguments(args or (), kwargs or {}, serializer or guard.app.conf.task_serializer)

@@ -7,14 +7,13 @@ from typing import Any
 
 from celery import Celery
 from celery.exceptions import Reject
-from celery.states import FAILURE, READY_STATES, RETRY, REVOKED, SUCCESS
+from celery.states import READY_STATES, RETRY, SUCCESS
 from celery.worker import state
-from kombu.exceptions import OperationalError
 
 from celery_setnx import SingletonTask
-from celery_setnx.exceptions import SetnxError
 from tests.simulation import substitutes, workers
 from tests.simulation.checker import Checker, Life
+from tests.simulation.publisher import SWEPT_S, Publisher
 from tests.simulation.scheduler import US, Process, World
 from tests.simulation.substitutes import Redis, sleep
 
@@ -24,7 +23,6 @@ CALM_S = (20.0, LAST_S, 1500.0)  # when it is asked whether all calls have ended
 LEASE_S = 6.0
 LINE_STANDS_S = 34.0  # every line is looked at within 30 s, by a sweep every 2 s
 PACE_KEPT_S = 1.0
-SWEPT_S = 5.0  # of calm, after which each worker has swept
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "waits": ({"on_conflict": "wait"}, {}),
@@ -81,6 +79,7 @@ class Calls:
                 del app.__dict__[name]
         choice = world.random.choice
         self.task = choice([task] if task else list(TASKS))
+        self.key = f"setnx:{{{self.task}}}"
         self.sent: dict[str, tuple[str, int]] = {}  # what the body does, and the epoch
         self.lives: dict[tuple[str, int], list[Life]] = {}
         self.began: dict[str, int] = {}
@@ -93,17 +92,21 @@ class Calls:
         world.on_death = self.on_death
         for number in range(choice((1, 2))):
             self.start(f"worker-{number}")
-        publisher = world.process_of("publisher")
-        world.spawn(publisher, self.publish, "publisher")
+        self.publishers: list[Process] = []
+        self.publish()
+
+    def publish(self) -> None:
+        """Start a publisher, or one in the stead of one that has died."""
+        self.publishers.append(self.world.process_of(f"publisher-{len(self.publishers)}"))
+        self.world.spawn(self.publishers[-1], Publisher(self).run, "publisher")
 
     def watch(self) -> None:
         """Look at the line, again and again."""
         options = TASKS[self.task][0]
         rate, limit = options.get("rate"), options.get("limit", 1)
-        key = f"setnx:{{{self.task}}}"
         # What was lost is put back half a lease later: a holder may say first that it is there still.
         kept_s = PACE_KEPT_S + (LEASE_S / 2 if self.server.epoch else 0.0)
-        self.checker.watch(key, limit, rate, kept_s if rate else LINE_STANDS_S)
+        self.checker.watch(self.key, limit, rate, kept_s if rate else LINE_STANDS_S)
         self.world.at(self.world.now_us + (US // 10 if rate else US), self.watch)
 
     def take_app(self) -> Celery:
@@ -122,50 +125,13 @@ class Calls:
 
     def on_death(self, process: Process) -> None:
         """A worker is started anew, and so is a publisher."""
-        world, rng = self.world, self.world.random
+        world, again_in_us = self.world, self.world.random.randrange(3 * US)
         for worker in list(self.workers):
             worker.on_death(process)
             if worker.process is process:
-                name = f"worker-{len(self.workers)}"
-                world.at(world.now_us + rng.randrange(3 * US), partial(self.start, name))
-
-    def publish(self) -> None:
-        """Calls come, until the trouble is over."""
-        world, rng, app = self.world, self.world.random, self.take_app()
-        task = app.tasks[self.task]
-        ended: dict[str, int] = {}  # when calls were first seen to have failed, or to be revoked
-        revokes, expires = rng.choice((0.0, 0.0, 0.3)), rng.choice((0.0, 0.0, 0.3))
-        for number in range(rng.choice((3, 6, 10))):
-            sleep(rng.choice((0.0, 0.05, 2.0)) * rng.random())
-            seconds = rng.choice((0.0, 0.01, 0.3, 2.0)) * rng.random()
-            what = rng.choice(("ok", "ok", "ok", "fails", "retries", "unstorable"))
-            if rng.random() < 0.1:
-                sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S * rng.random())
-            asked_us = world.now_us
-            for task_id in self.sent:
-                if task.AsyncResult(task_id).state in (FAILURE, REVOKED):
-                    ended.setdefault(task_id, asked_us)
-            try:
-                ends_in = 9.0 * rng.random() if rng.random() < expires else None
-                result = task.apply_async((number, seconds, what), expires=ends_in)
-            except (SetnxError, OperationalError) as error:
-                world.note("is not published", error)
-                continue
-            if getattr(result, "deduplicated", False):
-                world.note("is a duplicate of", result.id, number)
-                seen_us = max(ended.get(result.id, asked_us), world.calm_at_us)
-                if asked_us - seen_us > SWEPT_S * US and not self.server.epoch:
-                    world.broken(f"call {number} was dropped for {result.id}, which had failed")
-                began = self.began.get(result.id, asked_us)
-                if self.task == "queued" and began < asked_us and not self.server.epoch:
-                    world.broken(f"call {number} was dropped for {result.id}, which had begun")
-            else:
-                world.note("publishes", result.id, number, round(seconds, 3), what)
-                self.sent[result.id] = what, self.server.epoch
-                if ends_in is not None:
-                    self.discarded.add(result.id)
-                if rng.random() < revokes:
-                    world.at(asked_us + rng.randrange(9 * US), partial(self.revoke, result.id))
+                world.at(world.now_us + again_in_us, partial(self.start, f"worker-{len(self.workers)}"))
+        if process in self.publishers:
+            world.at(world.now_us + again_in_us, self.publish)
 
     def revoke(self, task_id: str) -> None:
         """All workers hear that a call is not to run."""

@@ -49,7 +49,8 @@ from tests.simulation.scripts import script
 from tests.simulation.server import Reply, Server, ServerError, Status
 
 _ROOMS = (
-    *("celery_setnx", "redis.retry", "kombu.asynchronous.timer", "kombu.utils.uuid", "celery.app.base"),
+    *("celery_setnx", "redis.retry", "redis.utils", "kombu.asynchronous.timer", "kombu.utils.uuid"),
+    *("celery.app.base",),
     *("celery.app.amqp", "celery.app.trace", "celery.utils.time", "celery.worker.request"),
 )
 _world = World(0)
@@ -292,6 +293,7 @@ _FOR: list[tuple[Any, Any]] = [
     (celery_setnx.lock.keeper.SimpleQueue, SimpleQueue),
     (celery_setnx.lock.process._identity_of, _identity_of),
     (celery_setnx.lock.process.has_ended, _has_ended),
+    (redis.utils.get_lib_version, str),  # each connection asks, and files are read for it
 ]
 _STATE: list[tuple[Any, str, Callable[[], Any]]] = [
     (celery_setnx.lock.keeper, "_keepers", dict),

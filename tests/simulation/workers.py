@@ -39,7 +39,8 @@ class Broker:
     def __init__(self, world: World) -> None:
         self.world, self.messages = world, list[Any]()
         self.readers: list[Worker] = []
-        self.failed: set[tuple[str, str]] = set()  # how a publish did, and of which message
+        self.taken: set[str] = set()  # ids of its messages, also of those that nobody knows it has taken
+        self.failed: dict[tuple[str, str], int] = {}  # how a publish did, of which message, and when
 
     def put(self, message: Any) -> None:
         """Take a message, and say so, if nothing goes wrong: whoever sends it may die before, or after."""
@@ -54,11 +55,12 @@ class Broker:
     def _may_be(self, what: str, task_id: str) -> None:
         if self.world.go_wrong(what, 0.05):
             self.world.note("publish is", what, task_id)
-            self.failed.add((what, task_id))
+            self.failed[what, task_id] = self.world.now_us
             raise OperationalError(what)
 
     def add(self, message: Any) -> None:
         """Have it read by any worker."""
+        self.taken.add(message["headers"]["id"])
         self.messages.append(message)
         for reader in self.readers:
             reader.inbox.put(None)

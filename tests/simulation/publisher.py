@@ -1,0 +1,105 @@
+"""Who publishes the calls of a scenario, one by one or fanned out, and what it is told of each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from celery.states import FAILURE, REVOKED
+from kombu.exceptions import OperationalError
+
+from celery_setnx.exceptions import SetnxError
+from celery_setnx.lock.marks import GRACE_S
+from celery_setnx.lock.names import mark_name
+from tests.simulation.scheduler import US
+from tests.simulation.substitutes import sleep
+
+if TYPE_CHECKING:
+    from tests.simulation.calls import Calls
+
+SWEPT_S = 5.0  # of calm, after which each worker has swept
+
+
+class Publisher:
+    """Calls of one task, until the trouble is over; some are revoked, or have an expiry."""
+
+    def __init__(self, scene: Calls) -> None:
+        self.scene, self.world = scene, scene.world
+        choice = self.world.random.choice
+        self.revokes, self.expires, self.fans = (choice((0.0, 0.0, 0.3)) for _ in range(3))
+        self.count = 0
+        self.asked_us = 0
+        self.failed: dict[str, int] = {}  # when calls were first seen to have failed, or to be revoked
+
+    def run(self) -> None:
+        """A thread of a process of its own."""
+        world, rng = self.world, self.world.random
+        self.task = self.scene.take_app().tasks[self.scene.task]
+        for _ in range(rng.choice((3, 6, 10))):
+            sleep(rng.choice((0.0, 0.05, 2.0)) * rng.random())
+            if rng.random() < 0.1:
+                sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S * rng.random())
+            self.asked_us = world.now_us
+            for task_id in self.scene.sent:
+                if self.task.AsyncResult(task_id).state in (FAILURE, REVOKED):
+                    self.failed.setdefault(task_id, self.asked_us)
+            try:
+                self.send(rng.choice((2, 3, 5)) if rng.random() < self.fans else 1)
+            except (SetnxError, OperationalError) as error:
+                world.note("is not published", error)
+
+    def send(self, count: int) -> None:
+        """One call, or several at a time."""
+        rng = self.world.random
+        calls = [self.drawn() for _ in range(count)]
+        expires = 9.0 * rng.random() if rng.random() < self.expires else None
+        if count == 1:
+            result = self.task.apply_async(calls[0], expires=expires)
+            if getattr(result, "deduplicated", False):
+                self.is_dropped(calls[0], result.id)
+            else:
+                self.is_sent(calls[0], result.id, expires)
+            return
+        for_each = {"accepted": partial(self.is_sent, expires=expires), "duplicate": self.is_dropped}
+        self.task.fan_out(
+            calls,
+            batch_size=rng.choice((1, 2, 5)),
+            each=lambda one: for_each[one.state](calls[one.index], one.task_id),
+            expires=expires,
+        )
+
+    def drawn(self) -> tuple[int, float, str]:
+        """A call's arguments: its number, what its body does, and for how long."""
+        rng = self.world.random
+        self.count += 1
+        seconds = rng.choice((0.0, 0.01, 0.3, 2.0)) * rng.random()
+        return self.count, seconds, rng.choice(("ok", "ok", "ok", "fails", "retries", "unstorable"))
+
+    def is_sent(self, call: tuple[int, float, str], task_id: str, expires: float | None) -> None:
+        """The broker has taken it, and anybody may revoke it."""
+        scene, world = self.scene, self.world
+        world.note("publishes", task_id, *call)
+        scene.sent[task_id] = call[2], scene.server.epoch
+        if expires is not None:
+            scene.discarded.add(task_id)
+        if world.random.random() < self.revokes:
+            world.at(world.now_us + world.random.randrange(9 * US), partial(scene.revoke, task_id))
+
+    def is_dropped(self, call: tuple[int, float, str], task_id: str) -> None:
+        """It is a duplicate of one that is queued, runs or has succeeded; or that may be so."""
+        scene, world, asked_us = self.scene, self.world, self.asked_us
+        world.note("is a duplicate of", task_id, *call)
+        why = ""
+        if asked_us - max(self.failed.get(task_id, asked_us), world.calm_at_us) > SWEPT_S * US:
+            why = "had failed"
+        if scene.task == "queued" and scene.began.get(task_id, asked_us) < asked_us:
+            why = "had begun"
+        refused_us = scene.broker.failed.get(("refused", task_id), asked_us)
+        is_hindered = any(at >= refused_us for at in world.process.hindered_at)  # when it took the mark back
+        if asked_us - refused_us > (GRACE_S * US if is_hindered else 0) and task_id not in scene.sent:
+            why = "was not sent"
+        mark = scene.server.data.keys.get(mark_name(scene.key).encode())
+        if mark and task_id not in scene.broker.taken and mark.expiry - asked_us // 1_000 > GRACE_S * 1_000:
+            why = "is marked for longer than its sending may take"
+        if why and not scene.server.epoch:
+            world.broken(f"call {call[0]} was dropped for {task_id}, which {why}")
