@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo           real workers on a server of its own (or REDIS_URL=...)"
 	@echo "make test           the test suite; ARGS='-k lock' for pytest, JOBS=0: in turn"
-	@echo "make quick          in a minute: nothing slow, one worker, a small model"
+	@echo "make quick          in a minute: nothing slow, one worker"
 	@echo "make stress         make test RUNS=5 times, while cores and disk are kept busy"
 	@echo "make lint           ruff, mypy --strict, pyright"
 	@echo "make docs           the documentation as a site, in docs/_build"
@@ -41,7 +41,7 @@ test: $(VENV)/.test
 	$(BIN)/python $(MEASURE) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 quick: $(VENV)/.test
-	BOUNDS=small $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --quick $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --quick $(ARGS)
 
 stress: $(VENV)/.test
 	$(BIN)/python -m tests.stress --runs $(RUNS) -- -q -n $(JOBS) --dist loadfile $(ARGS)

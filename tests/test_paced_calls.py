@@ -18,7 +18,7 @@ from tests.limitstage import Bench, worker_children
 
 APP = "tests.limitapp"
 STARTS, PERIOD_S = 50, 2.0
-CALLS = bound(200, small=120, full=1_000)
+CALLS = bound(200, full=1_000)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ SHARES = {"worlds": "promise", "planted defects, and replays": "not promise"}
 @pytest.mark.parametrize("share", SHARES)
 def test_every_seed_keeps_every_promise_and_planted_defects_are_found(share):
     """SEED=n plays one of them: python -m pytest tests/simulation/seeds.py -k promise"""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "COVERAGE_"))}
     options = ["-q", "-p", "no:xdist", "--timeout=0", "-k", SHARES[share]]  # the time is limited here
     command = [sys.executable, "-m", "pytest", *options, "tests/simulation/seeds.py"]
     found = subprocess.run(command, capture_output=True, text=True, env=env, check=False)

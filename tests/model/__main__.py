@@ -10,10 +10,10 @@ from tests.model.scenarios import SCENARIOS
 
 def main() -> int:
     """A line for each kind of scenario; what is broken, if anything is."""
-    print("| scenarios | how many | states | seconds |", "|---|---|---|---|", sep="\n")
+    print("| scenarios | how many | states | CPU seconds |", "|---|---|---|---|", sep="\n")
     broken = 0
     for kind in dict.fromkeys(name.partition(",")[0] for name in SCENARIOS):
-        began, states = time.perf_counter(), 0
+        began, states = time.process_time(), 0
         of_kind = {name: scenario for name, scenario in SCENARIOS.items() if name.partition(",")[0] == kind}
         for name, scenario in of_kind.items():
             found = scenario.explored()
@@ -21,7 +21,7 @@ def main() -> int:
             if found.broken:
                 broken += 1
                 print(f"{name}: {found}", file=sys.stderr)
-        print(f"| {kind} | {len(of_kind)} | {states:,} | {time.perf_counter() - began:.0f} |", flush=True)
+        print(f"| {kind} | {len(of_kind)} | {states:,} | {time.process_time() - began:.0f} |", flush=True)
     return broken > 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tests.bounds import DEEP, SMALL, bound
+from tests.bounds import DEEP, bound
 from tests.model import properties
 from tests.model.clients import Call, Classic, Counted, Freed, LateCopy, Ours, Parent, ParentOfCounted
 from tests.model.explorer import Property, Result, World, explore
@@ -103,61 +103,61 @@ def publishes_within(ticks: int, *, until_done: bool) -> InTime:
 LONGEST = 5  # ticks: the longest lease below; rests and holds are shorter
 LOCKS: dict[str, Callable[[], World]] = {
     "two clients and two crashes": lambda: World(Ours("a", tries=3), Ours("b", tries=3),
-        ticks=bound(12, small=6, deep=20), crashes=2),
+        ticks=bound(6, full=12, deep=20), crashes=2),
     "three clients with unequal leases": lambda: World(Ours("a", lease=2, tries=1 + DEEP), Ours("b", lease=5),
-        Ours("c", lease=1), ticks=bound(6, small=3, full=7, deep=9), crashes=1 + DEEP),
+        Ours("c", lease=1), ticks=bound(3, full=7, deep=9), crashes=1 + DEEP),
     "renewals": lambda: World(Ours("a", lease=2, beats=2), Ours("b", lease=2, beats=1),
-        ticks=bound(7, small=5, full=8, deep=11), crashes=1 + DEEP),
+        ticks=bound(5, full=8, deep=11), crashes=1 + DEEP),
     "lost replies": lambda: World(Ours("a", beats=1), Ours("b", tries=1 + DEEP),
-        ticks=bound(5, small=3, full=6, deep=7), crashes=1, losses=2 + DEEP),
+        ticks=bound(3, full=6, deep=7), crashes=1, losses=2 + DEEP),
     "sends that take their time": lambda: World(Ours("a", beats=1, slow_send=True), Ours("b", slow_send=True),
-        ticks=bound(5, small=4, full=6, deep=9), crashes=1 + DEEP),
+        ticks=bound(4, full=6, deep=9), crashes=1 + DEEP),
     "copies that arrive late": lambda: World(Ours("a"), Ours("b", beats=DEEP), LateCopy("acquire", 0),
-        LateCopy("release", 0), ticks=bound(6, small=4, deep=8), crashes=1),
+        LateCopy("release", 0), ticks=bound(4, full=6, deep=8), crashes=1),
     "a lock that rests": lambda: World(Ours("a", lease=2, at_least_for=4, retries=1),
-        Ours("b", tries=2 + DEEP), ticks=bound(6, small=3, full=7, deep=12), crashes=1, losses=1),
+        Ours("b", tries=2 + DEEP), ticks=bound(3, full=7, deep=12), crashes=1, losses=1),
     "a lock held for retry, with a second delivery": lambda: World(Ours("a", lease=2, hold=3, retries=1),
-        Ours("a", tries=1), Ours("b", lease=2, tries=1 + DEEP), ticks=bound(4, small=3, full=5, deep=7),
+        Ours("a", tries=1), Ours("b", lease=2, tries=1 + DEEP), ticks=bound(3, full=5, deep=7),
         crashes=1),
     "a lock held for a retry that may be revoked": lambda: World(Ours("a", lease=2, hold=3, retries=1 + DEEP),
-        Ours("b", tries=1 + DEEP), Freed("a"), ticks=bound(4, small=2, full=6, deep=7), crashes=1, losses=1),
+        Ours("b", tries=1 + DEEP), Freed("a"), ticks=bound(2, full=6, deep=7), crashes=1, losses=1),
     "death that can be proved": lambda: World(Ours("a", at_least_for=2), Ours("b", tries=2, proof=True),
-        Ours("c", tries=1 + DEEP, proof=True), ticks=bound(4, small=2, deep=5), crashes=2),
+        Ours("c", tries=1 + DEEP, proof=True), ticks=bound(2, full=4, deep=5), crashes=2),
     "a worker parent": lambda: World(Ours("a"), Ours("b", proof=True), Parent(0),
-        ticks=bound(7, small=5, deep=9), crashes=2),
+        ticks=bound(5, full=7, deep=9), crashes=2),
 }  # fmt: skip
 
 # A limit of two, unless it is said.
 TWO = {"limit": 2}
 PERMITS: dict[str, Callable[[], World]] = {
     "three clients and a crash": lambda: World(Ours("a", lease=2, **TWO), Ours("b", **TWO), Ours("c", **TWO),
-        ticks=bound(3, full=6, deep=9), crashes=1 + DEEP),
+        ticks=bound(2, full=6, deep=9), crashes=1 + DEEP),
     "four clients, three permits": lambda: World(*[Ours(task, limit=3, tries=1, lease=2) for task in "abcd"],
-        ticks=bound(2, small=1, full=3, deep=5), crashes=1 + DEEP),
+        ticks=bound(1, full=3, deep=5), crashes=1 + DEEP),
     "renewals": lambda: World(Ours("a", lease=2, beats=1, **TWO), Ours("b", lease=2, **TWO),
-        Ours("c", tries=1 + DEEP, **TWO), ticks=bound(3, small=2, full=5, deep=7), crashes=1),
+        Ours("c", tries=1 + DEEP, **TWO), ticks=bound(2, full=5, deep=7), crashes=1),
     "lost replies": lambda: World(Ours("a", **TWO), Ours("b", tries=1, **TWO), Ours("c", tries=1, **TWO),
-        ticks=bound(2, full=4, deep=5), crashes=1, losses=1 + DEEP),
+        ticks=bound(1, full=4, deep=5), crashes=1, losses=1 + DEEP),
     "a second delivery": lambda: World(Ours("a", lease=2, **TWO), Ours("a", **TWO), Ours("b", **TWO),
-        ticks=bound(3, full=5, deep=7), crashes=1),
+        ticks=bound(2, full=5, deep=7), crashes=1),
     "limits that differ": lambda: World(Ours("a", limit=3, lease=2), Ours("b", tries=1), Ours("c", **TWO),
-        *bound([], deep=[Ours("d", limit=3, tries=1)]), ticks=bound(3, small=2, full=4), crashes=1),
+        *bound([], deep=[Ours("d", limit=3, tries=1)]), ticks=bound(2, full=4), crashes=1),
     "a second delivery with another limit": lambda: World(Ours("a", lease=2, limit=3), Ours("a", tries=1),
-        Ours("b", limit=3), ticks=bound(3, full=4, deep=6), crashes=1),
+        Ours("b", limit=3), ticks=bound(2, full=4, deep=6), crashes=1),
     "permits that rest": lambda: World(Ours("a", lease=2, at_least_for=4, retries=1, **TWO), Ours("b", **TWO),
         Ours("c", tries=1, **TWO), ticks=bound(2, full=5, deep=7), crashes=1),
     "permits held for a retry, with a second delivery": lambda: World(
         Ours("a", lease=2, hold=3, retries=1, **TWO), Ours("a", tries=1, **TWO),
-        Ours("b", lease=2, tries=1, **TWO), ticks=bound(3, full=5, deep=6), crashes=1),
+        Ours("b", lease=2, tries=1, **TWO), ticks=bound(2, full=5, deep=6), crashes=1),
     "permits held for a retry that may be revoked": lambda: World(
         Ours("a", lease=2, hold=3, retries=1, **TWO), Ours("b", tries=1, **TWO), Ours("c", tries=1, **TWO),
-        Freed("a"), ticks=bound(2, full=4, deep=5), crashes=1),
+        Freed("a"), ticks=bound(1, full=4, deep=5), crashes=1),
     "death that can be proved": lambda: World(Ours("a", **TWO), Ours("b", **TWO),
         Ours("c", tries=2, proof=True, **TWO), ticks=bound(2, full=4, deep=5), crashes=2),
     "a worker parent": lambda: World(Ours("a", **TWO), Ours("b", proof=True, **TWO), Ours("c", **TWO),
-        Parent(0), ticks=bound(2, full=4, deep=6), crashes=1 + DEEP),
+        Parent(0), ticks=bound(1, full=4, deep=6), crashes=1 + DEEP),
     "a classic client": lambda: World(Ours("a", **TWO), Ours("b", **TWO), Classic(timeout=1),
-        ticks=bound(5, small=4, full=6, deep=8), crashes=1),
+        ticks=bound(4, full=6, deep=8), crashes=1),
 }  # fmt: skip
 
 DEAD_CLASSIC = Store("9")
@@ -167,7 +167,7 @@ CLASSICS: dict[str, Callable[[], World]] = {
     # Losers that do not pause may overwrite the value, if our lease <= their timeout + 1.
     "losers": lambda: World(Ours("a", lease=4, beats=2), Classic(timeout=1, tries=1 + DEEP),
         Classic(timeout=1), Ours("b", lease=3, tries=1), store=DEAD_CLASSIC,
-        ticks=bound(4, small=2, full=5, deep=9), crashes=1),
+        ticks=bound(2, full=5, deep=9), crashes=1),
     "a longer lease than the recipe's": lambda: World(Ours("a", lease=3),
         Classic(timeout=1, tries=2, strict=False), ticks=8),
 }  # fmt: skip
@@ -176,7 +176,7 @@ CLASSICS: dict[str, Callable[[], World]] = {
 def beside_a_recipe(*, strict: bool) -> World:
     """On a free key, and past either's death."""
     recipes = Classic(timeout=1, tries=3, strict=strict), Classic(timeout=1, strict=strict)
-    return World(Ours("a", beats=1), *recipes, ticks=bound(7, small=4, deep=12), crashes=1)
+    return World(Ours("a", beats=1), *recipes, ticks=bound(4, full=7, deep=12), crashes=1)
 
 
 QUEUE_LEASE = LEASE = 3
@@ -207,8 +207,8 @@ def marked(until_done: bool, options: dict[str, Any]) -> Scenario:
         lambda: World(
             call("a", until_done, **options),
             call("b", until_done, skips=options.get("skips", False)),
-            ticks=bound(3, small=2, full=5 if until_done and options == {"retries": 1} else 4, deep=7),
-            crashes=bound(1, small=0, deep=2),
+            ticks=bound(2, full=5 if until_done and options == {"retries": 1} else 4, deep=7),
+            crashes=bound(0, full=1, deep=2),
             losses=1,
         ),
         MARKS,
@@ -219,7 +219,7 @@ def marked(until_done: bool, options: dict[str, Any]) -> Scenario:
 def beside_a_bare_call(until_done: bool) -> World:
     """A third call that has no mark excludes the others at run time, and leaves their marks alone."""
     programs = call("a", until_done), call("b", until_done), Ours("c", tries=1)
-    return World(*programs, ticks=bound(2, small=1, full=3, deep=5), crashes=1)
+    return World(*programs, ticks=bound(1, full=3, deep=5), crashes=1)
 
 
 def counted(task: str, **options: Any) -> Counted:
@@ -241,7 +241,7 @@ WINDOWS: dict[str, tuple[Any, ...]] = {
 def window(name: str) -> World:
     """Bodies that succeed or fail, results that cannot be stored, crashes, lost replies, lapsed marks."""
     is_watched = name == "its worker lives"
-    ticks = bound(3, small=2, full=3 if is_watched else 4, deep=6)
+    ticks = bound(2, full=3 if is_watched else 4, deep=6)
     return World(*WINDOWS[name], ticks=ticks, crashes=1, losses=0 if is_watched else 1)
 
 
@@ -250,49 +250,49 @@ PAIR: dict[str, Any] = {"limit": 2, "starts": 2, "period": 3}
 SHORT: dict[str, Any] = {"lease": 1, "tries": 1}
 PACES: dict[str, Callable[[], World]] = {
     "one permit, one start": lambda: World(Ours("a", lease=1, **ONE), Ours("b", lease=2, **ONE),
-        Ours("c", lease=1, tries=1 + DEEP, **ONE), ticks=bound(3, small=2, full=6, deep=8), crashes=1),
+        Ours("c", lease=1, tries=1 + DEEP, **ONE), ticks=bound(2, full=6, deep=8), crashes=1),
     "one permit, two starts": lambda: World(
         *[Ours(task, starts=2, period=2, **SHORT) for task in bound("ab", deep="abd")], Ours("c", lease=1,
-        starts=2, period=2), ticks=bound(3, small=2, full=5, deep=7), crashes=1),
+        starts=2, period=2), ticks=bound(2, full=5, deep=7), crashes=1),
     "two permits, one start": lambda: World(*[Ours(task, lease=2, limit=2, **ONE) for task in "ab"],
-        Ours("c", limit=2, lease=1, tries=1, **ONE), ticks=bound(3, small=2, full=5, deep=7), crashes=1),
+        Ours("c", limit=2, lease=1, tries=1, **ONE), ticks=bound(2, full=5, deep=7), crashes=1),
     "two permits, two starts": lambda: World(*[Ours(task, **SHORT, **PAIR) for task in "ab"],
         *[Ours(task, lease=2, **PAIR) for task in bound("c", deep="cd")],
-        ticks=bound(3, small=2, full=5), crashes=bound(0, full=1)),
+        ticks=bound(2, full=5), crashes=bound(0, full=1)),
     "lost replies": lambda: World(Ours("a", **SHORT, **ONE), Ours("b", lease=2, **ONE),
-        *bound([], full=[Ours("c", **SHORT, **ONE)]), ticks=bound(4, small=2, full=5, deep=6), crashes=1,
+        *bound([], full=[Ours("c", **SHORT, **ONE)]), ticks=bound(2, full=5, deep=6), crashes=1,
         losses=1 + DEEP),
     "sends that take their time": lambda: World(Ours("a", lease=1, slow_send=True, **ONE),
-        Ours("b", lease=2, slow_send=True, **ONE), ticks=bound(5, small=4, full=7), crashes=1),
+        Ours("b", lease=2, slow_send=True, **ONE), ticks=bound(4, full=7), crashes=1),
     "copies that arrive late": lambda: World(Ours("a", lease=1, **ONE), Ours("b", lease=2, **ONE),
-        LateCopy("acquire", 0), LateCopy("release", 0), ticks=bound(4, small=3, full=6), crashes=1),
+        LateCopy("acquire", 0), LateCopy("release", 0), ticks=bound(3, full=6), crashes=1),
     "calls that run no body": lambda: World(Ours("a", lease=1, bodiless=True, **ONE),
         Ours("b", lease=1, tries=1 + DEEP, **ONE),
         *bound([], full=[Ours("c", bodiless=True, **SHORT, **ONE)]),
-        ticks=bound(3, small=2, full=5), crashes=1, losses=1),
+        ticks=bound(2, full=5), crashes=1, losses=1),
     "two permits, calls that run no body": lambda: World(Ours("a", **SHORT, bodiless=True, **PAIR),
-        Ours("b", **SHORT, **PAIR), Ours("c", **SHORT, **PAIR), ticks=bound(2, small=1, full=5), crashes=1),
+        Ours("b", **SHORT, **PAIR), Ours("c", **SHORT, **PAIR), ticks=bound(1, full=5), crashes=1),
     "a second delivery": lambda: World(Ours("a", lease=2, **ONE), Ours("a", lease=1, **ONE),
-        Ours("b", lease=1, **ONE), ticks=bound(3, small=2, full=6), crashes=1),
+        Ours("b", lease=1, **ONE), ticks=bound(2, full=6), crashes=1),
     "a permit held for a retry": lambda: World(Ours("a", lease=1, hold=2, retries=1, **ONE),
-        Ours("b", **SHORT, **ONE), ticks=bound(4, small=3, full=8), crashes=bound(0, full=1), losses=1),
+        Ours("b", **SHORT, **ONE), ticks=bound(3, full=8), crashes=bound(0, full=1), losses=1),
     "a permit held for a retry, with a second delivery": lambda: World(
         Ours("a", lease=1, hold=2, retries=1, **ONE), Ours("a", **SHORT, **ONE), Ours("b", **SHORT, **ONE),
         ticks=bound(3, full=6), crashes=bound(0, full=1)),
     "a permit held for a retry that may be revoked": lambda: World(
         Ours("a", lease=1, hold=2, retries=1, **ONE), Ours("b", **SHORT, **ONE), Freed("a"),
-        ticks=bound(4, small=3, full=7), crashes=1),
+        ticks=bound(3, full=7), crashes=1),
     "permits that rest": lambda: World(Ours("a", lease=1, at_least_for=2, retries=1, **PAIR),
         Ours("b", **SHORT, **PAIR), *bound([], full=[Ours("c", **SHORT, **PAIR)]),
-        ticks=bound(3, small=2, full=4), crashes=bound(0, full=1)),
+        ticks=bound(2, full=4), crashes=bound(0, full=1)),
     "death that can be proved": lambda: World(Ours("a", **ONE), Ours("b", proof=True, **ONE),
         Ours("c", **SHORT, **ONE), ticks=bound(2, full=6), crashes=2),
     "a redelivery after a death that can be proved": lambda: World(Ours("a", lease=2, **ONE),
         Ours("a", proof=True, **ONE), *bound([], full=[Ours("b", **SHORT, **ONE)]),
-        ticks=bound(4, small=3, full=6), crashes=1),
+        ticks=bound(3, full=6), crashes=1),
     "rates that differ": lambda: World(Ours("a", lease=1, limit=2, starts=2, period=2),
         Ours("b", limit=2, starts=1, period=4, **SHORT), Ours("c", **SHORT, **ONE),
-        ticks=bound(3, small=2, full=6), crashes=bound(0, full=1)),
+        ticks=bound(2, full=6), crashes=bound(0, full=1)),
 }  # fmt: skip
 
 SAFE = (at_most_once, side_by_side, in_order, woken_are_let_in)
@@ -309,23 +309,23 @@ LINES: dict[str, Callable[[], Waiters]] = {
         **ALONE),
     "wake-ups alone, calls that leave": lambda: Waiters("abc", slots=3, revokes=1 + DEEP, **ALONE),
     "wake-ups alone, a lock that rests": lambda: Waiters("abc", slots=3, rests=True, **ALONE),
-    "workers that die": lambda: Waiters(FEW, slots=3, crashes=2, late_wakes=bound(2, small=1), **SWEPT),
+    "workers that die": lambda: Waiters(FEW, slots=3, crashes=2, late_wakes=bound(1, full=2), **SWEPT),
     "workers that die, three calls": lambda: Waiters("abc", slots=bound(2, full=3), crashes=1,
-        late_wakes=bound(1, small=0, deep=2), **SWEPT),
+        late_wakes=bound(0, full=1, deep=2), **SWEPT),
     "workers that die, asking again first": lambda: Waiters("ab", linger=True, crashes=1 + DEEP, late_wakes=1,
         **SWEPT),
-    "workers that die, late acknowledgement": lambda: Waiters("ab", late=bound("ab", small="a"), crashes=1,
+    "workers that die, late acknowledgement": lambda: Waiters("ab", late=bound("a", full="ab"), crashes=1,
         late_wakes=1, **SWEPT),
-    "children that die": lambda: Waiters("abc", slots=3, proof=True, parents=True, crashes=bound(2, small=1),
+    "children that die": lambda: Waiters("abc", slots=3, proof=True, parents=True, crashes=bound(1, full=2),
         **SWEPT),
-    "wake-ups that come late": lambda: Waiters("abc", slots=2 + DEEP, late_wakes=bound(2, small=1), **SWEPT),
+    "wake-ups that come late": lambda: Waiters("abc", slots=2 + DEEP, late_wakes=bound(1, full=2), **SWEPT),
     "calls that leave": lambda: Waiters(FEW, revokes=1, crashes=1, late_wakes=1, **SWEPT),
     "calls that retry themselves": lambda: Waiters("ab", retries={"a": 1, "b": DEEP}, hears=True,
-        crashes=bound(1, small=0), late_wakes=bound(0, full=1), **SWEPT),
+        crashes=bound(0, full=1), late_wakes=bound(0, full=1), **SWEPT),
     "a lock that rests": lambda: Waiters(FEW, rests=True, crashes=1, late_wakes=1, **SWEPT),
     "anybody who lets the line go on": lambda: Waiters(FEW, slots=3, visits=2, crashes=1, late_wakes=1,
         **SWEPT),
-    "second deliveries": lambda: Waiters("ab", late=bound("ab", small="a"), seconds=1 + DEEP),
+    "second deliveries": lambda: Waiters("ab", late=bound("a", full="ab"), seconds=1 + DEEP),
     "second deliveries, amid parking": lambda: Waiters("ab", late="ab", seconds=1, early_seconds=True),
     "tickets that are forgotten": lambda: Waiters("ab", forgets=True, late_wakes=1),
 }  # fmt: skip
@@ -350,16 +350,16 @@ LINES_OF_PERMITS: dict[str, Callable[[], Waiters]] = {
         **RAISED, **ALONE),
     "workers that die": lambda: Waiters("abc", slots=3, crashes=bound(1, full=2),
         late_wakes=bound(1, full=2), **TWO, **SWEPT),
-    "workers that die, four calls": lambda: Waiters("abcd", slots=3, crashes=bound(1, full=2), **TWO,
+    "workers that die, four calls": lambda: Waiters("abcd", slots=3, crashes=bound(0, full=2), **TWO,
         **SWEPT),
     "workers that die, three permits": lambda: Waiters("abcd", slots=4, crashes=1,
         late_wakes=bound(0, full=1), limit=3, **SWEPT),
     "workers that die, beside a call that runs for ever": lambda: Waiters("abc", slots=3, crashes=1,
         late_wakes=1, endless="a", **TWO, **SWEPT),
     "workers that die, asking again first": lambda: Waiters("abc", slots=3, linger=True,
-        crashes=bound(1, small=0), late_wakes=bound(0, full=1), **TWO, **SWEPT),
+        crashes=bound(0, full=1), late_wakes=bound(0, full=1), **TWO, **SWEPT),
     "workers that die, late acknowledgement": lambda: Waiters("abc", slots=bound(2, full=3), late="a",
-        crashes=bound(1, small=0), late_wakes=bound(0, full=1), **TWO, **SWEPT),
+        crashes=bound(0, full=1), late_wakes=bound(0, full=1), **TWO, **SWEPT),
     "workers that die, a limit that was raised": lambda: Waiters("abcd", slots=bound(2, full=3), crashes=1,
         late_wakes=bound(0, full=1), **RAISED, **SWEPT),
     "children that die": lambda: Waiters("abc", slots=3, proof=True, parents=True, crashes=2, **TWO, **SWEPT),
@@ -456,7 +456,7 @@ OF_LINES = {
     ),
     # Nobody would wake it for a lease, though its hand-over only ended while it asked again, or parked.
     "passed over though not woken, asking again": Scenario(
-        lambda: Waiters("abc", linger=True, **LATE), [passed_over_in_vain]
+        lambda: Waiters(bound("ab", full="abc"), linger=True, **LATE), [passed_over_in_vain]
     ),
     "passed over though not woken": Scenario(lambda: Waiters("abc", slots=3, **LATE), [passed_over_in_vain]),
     "passed over though not woken, retries": Scenario(
@@ -473,24 +473,24 @@ OF_LINES = {
     "known in line": Scenario(lambda: Waiters("ab", linger=True, retries={"a": 1}, **LATE), [known_in_line]),
     # At every step a message of the call is there, if only its courier, whoever dies at whatever moment.
     "with the broker": Scenario(
-        lambda: Waiters("ab", crashes=2 - SMALL, late_wakes=1), [*SAFE, with_the_broker], "is_over"
+        lambda: Waiters("ab", crashes=bound(1, full=2), late_wakes=1), [*SAFE, with_the_broker], "is_over"
     ),
     "with the broker, late acknowledgement": Scenario(
-        lambda: Waiters("ab", late=bound("a", full="ab"), crashes=1 + DEEP, late_wakes=1),
+        lambda: Waiters("ab", late=bound("a", full="ab"), crashes=1 + DEEP, late_wakes=bound(0, full=1)),
         [*SAFE, with_the_broker],
         "is_over",
     ),
     # When Redis loses its data every waiting call runs all the same, perhaps beside another or twice.
     "data is lost": Scenario(lambda: Waiters("ab", wipes=1 + DEEP), [], "all_end"),
     "data is lost, and a worker": Scenario(
-        lambda: Waiters("ab", wipes=1 + DEEP, crashes=bound(1, small=0)), [], "all_end"
+        lambda: Waiters("ab", wipes=1 + DEEP, crashes=bound(0, full=1)), [], "all_end"
     ),
     "data of several permits is lost": Scenario(
         lambda: Waiters("abc", slots=bound(2, full=3), wipes=1, **TWO), [], "all_end"
     ),
     # A holder that stands still past its lease runs beside the next one; that loses or repeats no call.
     "a lease ends too soon": Scenario(
-        lambda: Waiters("ab", lapses=1, crashes=bound(1, small=0)), [at_most_once], "is_over"
+        lambda: Waiters("ab", lapses=1, crashes=bound(0, full=1)), [at_most_once], "is_over"
     ),
 }
 SCENARIOS: dict[str, Scenario] = {
@@ -511,7 +511,7 @@ SCENARIOS: dict[str, Scenario] = {
     # Fences rise across a loss of all data, though exclusion does not survive it.
     "lock, data is lost": Scenario(
         lambda: World(
-            Ours("a", lease=2), Ours("b"), Ours("c", tries=1 + DEEP), ticks=bound(5, small=3), wipes=1 + DEEP
+            Ours("a", lease=2), Ours("b"), Ours("c", tries=1 + DEEP), ticks=bound(3, full=5), wipes=1 + DEEP
         ),
         [fences_rise],
     ),

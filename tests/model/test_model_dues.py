@@ -7,7 +7,7 @@ from tests.model.dues import Schedule
 from tests.model.lock import mistaken
 from tests.model.mistakes import OF_DUES
 
-SEEDS = bound(200, small=50, full=1_000, deep=20_000)
+SEEDS = bound(200, full=1_000, deep=20_000)
 
 
 def test_due_lines_are_looked_at_as_noted():

@@ -17,7 +17,7 @@ from tests.model.perturbed import perturbed
 from tests.model.scenarios import SCENARIOS
 from tests.simulation.scripts import script
 
-OF_EACH = bound(250, small=100, full=1_500)  # calls of a script, as they were made
+OF_EACH = bound(250, full=1_500)  # calls of a script, as they were made
 MUTANTS = [
     (where, verb, right, wrong)
     for where, mistakes in MISTAKES.items()

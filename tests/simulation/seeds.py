@@ -30,8 +30,8 @@ from tests.simulation.substitutes import monotonic, substituted
 
 SEED = os.environ.get("SEED")
 SEEDS = {
-    locks.play: bound(600, small=40, full=4_000, deep=500_000),
-    calls.play: bound(200, small=10, full=1_000, deep=500_000),
+    locks.play: bound(800, full=8_000, deep=500_000),
+    calls.play: bound(200, full=2_000, deep=500_000),
 }
 FOUND_WITHIN = 700
 
