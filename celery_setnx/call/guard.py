@@ -99,9 +99,10 @@ class Guard:
             key, about = before.key, before.about if shown else ""
         # A later attempt of a call stays that call, whose ticket tells which attempt may start; what else is
         # published under its id is another. A call of a fan-out has nothing but its id.
-        call_id = os.urandom(6).hex()
         if before and before.attempt < new.attempt and (before.call_id or has_random_id(new.task_id)):
             call_id = before.call_id
+        else:
+            call_id = os.urandom(6).hex()
         marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
         return Call(*new[:3], key, call_id, options, marked, about=about, bare=False)
 

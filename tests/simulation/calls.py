@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -125,13 +126,13 @@ class Calls:
 
     def on_death(self, process: Process) -> None:
         """A worker is started anew, and so is a publisher."""
-        world, again_in_us = self.world, self.world.random.randrange(3 * US)
+        begins: list[Callable[[], None]] = [self.publish] if process in self.publishers else []
         for worker in list(self.workers):
             worker.on_death(process)
             if worker.process is process:
-                world.at(world.now_us + again_in_us, partial(self.start, f"worker-{len(self.workers)}"))
-        if process in self.publishers:
-            world.at(world.now_us + again_in_us, self.publish)
+                begins.append(partial(self.start, f"worker-{len(self.workers)}"))
+        for begin in begins:
+            self.world.at(self.world.now_us + self.world.random.randrange(3 * US), begin)
 
     def revoke(self, task_id: str) -> None:
         """All workers hear that a call is not to run."""

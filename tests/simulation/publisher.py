@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,8 @@ class Publisher:
 
     def __init__(self, scene: Calls) -> None:
         self.scene, self.world = scene, scene.world
-        choice = self.world.random.choice
-        self.revokes, self.expires, self.fans = (choice((0.0, 0.0, 0.3)) for _ in range(3))
+        self.random = random.Random(self.world.seed)  # of fan-outs: without them a seed is what it was
+        self.fans = self.random.choice((0.0, 0.0, 0.3))
         self.count = 0
         self.asked_us = 0
         self.failed: dict[str, int] = {}  # when calls were first seen to have failed, or to be revoked
@@ -35,8 +36,12 @@ class Publisher:
         """A thread of a process of its own."""
         world, rng = self.world, self.world.random
         self.task = self.scene.take_app().tasks[self.scene.task]
+        self.revokes, self.expires = rng.choice((0.0, 0.0, 0.3)), rng.choice((0.0, 0.0, 0.3))
         for _ in range(rng.choice((3, 6, 10))):
             sleep(rng.choice((0.0, 0.05, 2.0)) * rng.random())
+            calls = [self.drawn()]
+            if self.random.random() < self.fans:
+                calls += [self.drawn() for _ in range(self.random.choice((1, 2, 4)))]
             if rng.random() < 0.1:
                 sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S * rng.random())
             self.asked_us = world.now_us
@@ -44,16 +49,15 @@ class Publisher:
                 if self.task.AsyncResult(task_id).state in (FAILURE, REVOKED):
                     self.failed.setdefault(task_id, self.asked_us)
             try:
-                self.send(rng.choice((2, 3, 5)) if rng.random() < self.fans else 1)
+                self.send(calls)
             except (SetnxError, OperationalError) as error:
                 world.note("is not published", error)
 
-    def send(self, count: int) -> None:
+    def send(self, calls: list[tuple[int, float, str]]) -> None:
         """One call, or several at a time."""
         rng = self.world.random
-        calls = [self.drawn() for _ in range(count)]
         expires = 9.0 * rng.random() if rng.random() < self.expires else None
-        if count == 1:
+        if len(calls) == 1:
             result = self.task.apply_async(calls[0], expires=expires)
             if getattr(result, "deduplicated", False):
                 self.is_dropped(calls[0], result.id)
@@ -63,7 +67,7 @@ class Publisher:
         for_each = {"accepted": partial(self.is_sent, expires=expires), "duplicate": self.is_dropped}
         self.task.fan_out(
             calls,
-            batch_size=rng.choice((1, 2, 5)),
+            batch_size=self.random.choice((1, 2, 5)),
             each=lambda one: for_each[one.state](calls[one.index], one.task_id),
             expires=expires,
         )
@@ -83,7 +87,7 @@ class Publisher:
         if expires is not None:
             scene.discarded.add(task_id)
         if world.random.random() < self.revokes:
-            world.at(world.now_us + world.random.randrange(9 * US), partial(scene.revoke, task_id))
+            world.at(self.asked_us + world.random.randrange(9 * US), partial(scene.revoke, task_id))
 
     def is_dropped(self, call: tuple[int, float, str], task_id: str) -> None:
         """It is a duplicate of one that is queued, runs or has succeeded; or that may be so."""

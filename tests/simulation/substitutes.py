@@ -293,7 +293,7 @@ _FOR: list[tuple[Any, Any]] = [
     (celery_setnx.lock.keeper.SimpleQueue, SimpleQueue),
     (celery_setnx.lock.process._identity_of, _identity_of),
     (celery_setnx.lock.process.has_ended, _has_ended),
-    (redis.utils.get_lib_version, str),  # each connection asks, and files are read for it
+    (redis.utils.get_lib_version, lambda: "1"),  # each connection asks, and files are read for it
 ]
 _STATE: list[tuple[Any, str, Callable[[], Any]]] = [
     (celery_setnx.lock.keeper, "_keepers", dict),
