@@ -9,7 +9,7 @@ import pytest
 SHARES = {"worlds": "promise", "planted defects, and replays": "not promise"}
 
 
-@pytest.mark.timeout(1_800)
+@pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("share", SHARES)
 def test_every_seed_keeps_every_promise_and_planted_defects_are_found(share):
     """SEED=n plays one of them: python -m pytest tests/simulation/seeds.py -k promise"""
