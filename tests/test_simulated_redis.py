@@ -11,21 +11,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha1
-from itertools import chain, cycle, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
 
 from examples.embedded import EmbeddedServer
 from tests.bounds import bound
-from tests.model.asked import explored_calls
+from tests.model.asked import odd_calls
 from tests.model.contract import KNOWN_WORDS
 from tests.model.dues import Schedule
 from tests.model.injected import EPOCH, SECOND, plain_texts, set_clock, texts
 from tests.model.layout import LOCK, RECORD, laid_out
-from tests.model.permits import at
-from tests.model.perturbed import perturbed
-from tests.model.store import NOT_A_STRING, Mark, Record, Store, task_of
 from tests.protocol import client
 from tests.protocol.client import packed, reply_in
 from tests.simulation.scripts import script
@@ -325,33 +322,12 @@ def is_of_the_clock(name: bytes) -> bool:
 
 
 def asked(verb: str) -> Iterator[Asked]:
-    """Calls that come of those that the model makes, and so late that no server's clock is there yet."""
-    stores = [call.store for calls in explored_calls().values() for call in calls]
-    for seed, call in enumerate(islice(cycle(explored_calls()[verb]), SCRIPT_CASES)):
-        draw = random.Random(seed)
-        store, often = call.store, draw.random
-        if often() < 0.5:
-            store = Store(*(draw.choice(each) for each in zip(store, draw.choice(stores))))
-        if isinstance(store.record, Record) and often() < 0.1:
-            store = store._replace(record=store.record._replace(state="held_for_retry"))
-        who = who_is_in(store)
-        if often() < 0.1:
-            done = draw.choice((NOT_A_STRING, *who))
-            store = store._replace(done=Mark(done, None), mark=draw.choice((Mark(done, None), store.mark)))
-        if call.told and often() < 0.3:
-            first = draw.choice(who) if task_of(call.told[0])[0] else task_of(draw.choice(who))[0] or "a"
-            call = call._replace(told=(first, *call.told[1:]))
-        call = perturbed(call._replace(store=store), seed)
+    """Odd calls, so late that no server's clock is there yet; a few when memory is full."""
+    draw = random.Random(1)
+    for call in odd_calls(verb, SCRIPT_CASES):
         told = tuple(word.encode() for word in call.told)
-        yield Asked(verb, laid_out(call.store, call.now // MS), call.now, call.keys, told, often() < 0.15)
-
-
-def who_is_in(store: Store) -> list[str]:
-    """Tokens of holders and of their next attempts, of whoever waits or has succeeded, and of another."""
-    tokens = [at(store, number).holder.token for number in range(1 + len(store.others))]
-    tokens += [f"{task}|0|3" for _, task in store.line.places]
-    tokens += [store.done.task_id] if store.done else []
-    return [*tokens, *(f"{task_of(token)[0]}|9|9" for token in tokens if task_of(token)[0]), "c|0|7"]
+        before = laid_out(call.store, call.now // MS)
+        yield Asked(verb, before, call.now, call.keys, told, draw.random() < 0.15)
 
 
 def asked_of_lines() -> Iterator[Asked]:

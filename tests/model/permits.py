@@ -6,8 +6,8 @@ from tests.model.store import NOT_A_STRING, NUMBER, SECOND, Permit, Starts, Stor
 
 AHEAD = 20_000
 """How long (us) before its start a call may be handed a permit."""
-LATER_THAN_ANY, NEVER = 10**17, 10**18
-"""A time (us) that nobody lives to see, though another program may write a later one; and no time at all."""
+NEVER = 10**17
+"""A time (us) that nobody lives to see: when a value ends that is no number. A number may say a later one."""
 
 
 def permits_of(store: Store, count: int) -> list[Permit]:

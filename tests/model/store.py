@@ -8,7 +8,6 @@ SECOND = 1_000_000
 MS = 1_000
 NUMBER = re.compile(r"[0-9]+\.?[0-9]*")
 NOT_A_STRING = "(not a string)"
-LINGERS_MS = 60_000
 _TASK_TOKEN = re.compile(r"(.*)\|([0-9]+)\|[0-9a-fA-F]+", re.DOTALL)
 
 

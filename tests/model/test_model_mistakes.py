@@ -8,16 +8,14 @@ from functools import cache
 import pytest
 
 from tests.bounds import bound
-from tests.model.asked import explored_calls
-from tests.model.beside import VERBS, beside_much
+from tests.model.asked import CHANGES, explored_calls, odd_calls
 from tests.model.contract import KNOWN_WORDS, Played, broken_clause, played
 from tests.model.lock import TEXTS, Call, mistaken
 from tests.model.mistakes import MISTAKES
-from tests.model.perturbed import perturbed
 from tests.model.scenarios import SCENARIOS
 from tests.simulation.scripts import script
 
-OF_EACH = bound(250, full=1_500)  # calls of a script, as they were made
+OF_EACH = bound(150, full=1_400)  # calls of a script, as they were made
 MUTANTS = [
     (where, verb, right, wrong)
     for where, mistakes in MISTAKES.items()
@@ -30,12 +28,9 @@ LOOKED_FOR = bound(MISTAKES.keys() - {"contract"}, full=MISTAKES.keys())
 
 @cache
 def calls_of(verb: str) -> list[tuple[Call, Played, Played]]:
-    """Calls of a script, crowded, perturbed and explored; what it makes of each, also on a full server."""
-    explored = explored_calls()[verb][:OF_EACH]
-    calls = [perturbed(call, seed) for seed, call in enumerate((explored * OF_EACH)[:OF_EACH])]
-    if verb.rstrip("#") in VERBS:
-        calls = [*[beside_much(call, seed) for seed, call in enumerate(calls * 2)], *calls]
-    calls += explored
+    """Calls of a script, odd and explored; what it makes of each, also on a full server."""
+    many = OF_EACH * len(CHANGES[verb.rstrip("#")]) // 2
+    calls = odd_calls(verb, many) + explored_calls()[verb][:OF_EACH]
     right = script(TEXTS[verb])
     return [(call, played(right, call), played(right, call, is_full=True)) for call in calls]
 

@@ -12,7 +12,6 @@ from tests.model.line import AWAY, LOOKED_AT, next_of, passed_over, waiter, wait
 from tests.model.lock import Call
 from tests.model.permits import (
     AHEAD,
-    LATER_THAN_ANY,
     NEVER,
     at,
     earliest_start,
@@ -447,7 +446,9 @@ def says_when_to_look_again(script: Script, call: Call, found: Played) -> bool:
     """The reply says the earliest time at which there is a reason to look at the line again; or 0."""
     if not _is_served(call, found):
         return True
-    return int(found.words[6] or 0) == min(_looks(call, found.after), default=0)
+    told = int(found.words[6] or 0)
+    is_list = any(permit.value == NOT_A_STRING for permit in permits_in(call))  # not asked of all: looks free
+    return told == min(_looks(call, found.after), default=0) or (is_list and told == call.now)
 
 
 def _looks(call: Call, after: Store) -> Iterator[int]:
@@ -458,9 +459,9 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
     """
     now, service = call.now, _service_of(call)
     others = [(n, permit) for n, permit in enumerate(permits_in(call)) if n != service.number]
-    yield from (end for _, permit in others if 0 < (end := ends(permit, now)) < LATER_THAN_ANY)
+    yield from (end for _, permit in others if 0 < (end := ends(permit, now)) < NEVER)
     until = service.until if service.is_due else ends(service.permit, now)
-    yield from [until] * (0 < until < NEVER)
+    yield from [until] * (until not in (0, NEVER))
     yield from (place - AWAY for place in _places(after).values() if place >= AWAY)
     if len(service.gone) == LOOKED_AT or any(_is_in_vain(permit, now) for _, permit in others):
         yield now
