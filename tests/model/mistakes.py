@@ -35,6 +35,8 @@ MISTAKES: dict[str, list[tuple[str, ...]]] = {
         ("acquire", "if heir and (in_line == heir or woken) then return 'acquired' end", ""),
         ("acquire", "if linger > 0 and", "redis.call('DEL', KEYS[#KEYS]) if linger > 0 and"),
         ("acquire", "if mark and mark == task and", "if mark and task and"),
+        ("acquire", "mark == task and not second then", "mark == task then"),
+        ("acquire", "(is_later or not second) then", "true then"),
         ("acquire", "if not old then return line() end", ""),
         ("acquire", "if now < till then", "if now <= till then"),
         ("acquire", "if redis.call('PTTL', KEYS[3]) < left then", "if false then"),

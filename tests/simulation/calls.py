@@ -12,8 +12,10 @@ from celery.states import READY_STATES, RETRY, SUCCESS
 from celery.worker import state
 
 from celery_setnx import SingletonTask
+from celery_setnx.signals import lock_released
 from tests.simulation import substitutes, workers
 from tests.simulation.checker import Checker, Life
+from tests.simulation.ended import Ended
 from tests.simulation.publisher import SWEPT_S, Publisher
 from tests.simulation.scheduler import US, Process, World
 from tests.simulation.substitutes import Redis, sleep
@@ -23,16 +25,18 @@ LAST_S = 75.0
 CALM_S = (20.0, LAST_S, 1500.0)  # when it is asked whether all calls have ended
 LEASE_S = 6.0
 LINE_STANDS_S = 34.0  # every line is looked at within 30 s, by a sweep every 2 s
-PACE_KEPT_S = 1.0
+PACE_KEPT_S = 0.1
 LATE = {"acks_late": True, "reject_on_worker_lost": True}
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "waits": ({"on_conflict": "wait"}, {}),
-    "waits_late": ({"on_conflict": "wait"}, LATE),
+    "waits_late": ({"on_conflict": "wait"}, {**LATE, "track_started": True}),
     "joins": ({"on_conflict": "join"}, {}),
     "joins_late": ({"on_conflict": "join"}, LATE),
     "skips": ({"on_conflict": "skip"}, {}),
     "retries": ({"on_conflict": "retry", "retry_delay": 0.2, "retry_delay_max": 1.0}, LATE),
+    "retries_early": ({"on_conflict": "retry", "retry_delay": 0.2, "retry_delay_max": 1.0}, {}),
     "queued": ({"dedupe": "until_started"}, LATE),
+    "queued_early": ({"dedupe": "until_started"}, {}),
     "unique": ({"dedupe": "until_done"}, LATE),
     "once": ({"dedupe": "until_done", "dedupe_for": 20}, LATE),
     "once_early": ({"dedupe": "until_done", "dedupe_for": 20}, {}),
@@ -73,6 +77,7 @@ class Calls:
         self.server = Redis(world)
         self.broker = workers.begin(world)
         self.checker = Checker(world, self.server)
+        self.ended = Ended(world, self.server, is_discarded=self.may_not_come)
         self.apps = list(_apps)
         for app in self.apps:
             app._after_fork()  # its connections, whose making draws ids
@@ -108,7 +113,7 @@ class Calls:
         # What was lost is put back half a lease later: a holder may say first that it is there still.
         kept_s = PACE_KEPT_S + (LEASE_S / 2 if self.server.epoch else 0.0)
         self.checker.watch(self.key, limit, rate, kept_s if rate else LINE_STANDS_S)
-        self.world.at(self.world.now_us + (US // 10 if rate else US), self.watch)
+        self.world.at(self.world.now_us + (US // 20 if rate else US), self.watch)
 
     def take_app(self) -> Celery:
         """An app that no process has had in this world."""
@@ -147,14 +152,18 @@ class Calls:
         rate = (options.terms.starts, options.terms.period_s) if options.rate else None
         life = self.checker.begins(held, options.limit, rate)
         self.began.setdefault(request.id, world.now_us)
-        if what == "ok" and task.AsyncResult(request.id).state == SUCCESS:
+        has_twin = self.has_twin(request, what)
+        if what == "ok" and not has_twin and task.AsyncResult(request.id).state == SUCCESS:
             world.broken(f"{request.id} runs though it has succeeded")
+        is_unasked = ("unasked", request.id) in self.broker.failed
+        is_excused = has_twin or self.server.epoch > 0 or is_unasked or self.has_lost_its_parent(request.id)
+        # Its process has died when that was stored: it is delivered again, or has sent its retry before.
+        comes_again = (task.acks_late or request.retries > 0) and self.has_died(request.id)
+        self.ended.begins(task, held, may_have_failed=is_excused or comes_again)
         lives = self.lives.setdefault((request.id, request.retries), [])
         for earlier in lives:
             # Data that were lost before, or came back, may have sent it a second time.
             is_same = self.sent.get(request.id, ("", 0))[1] == self.server.epoch
-            # One that is delivered again runs again, if no success is stored; and so does its twin.
-            has_twin = what != "ok" and ("unconfirmed", request.id) in self.broker.failed
             if (
                 is_same
                 and not has_twin
@@ -178,6 +187,21 @@ class Calls:
                 self.dropped.add(request.id)
                 raise
         return number if what != "unstorable" else 1j  # no JSON: Celery fails it
+
+    def may_not_come(self, task_id: str) -> bool:
+        """Whether a call may have ended that has not said so."""
+        return task_id in self.discarded | self.dropped or self.has_died(task_id)
+
+    def has_twin(self, request: Any, what: str) -> bool:
+        """Whether a delivery may have a twin that has run, of which no stored success tells it."""
+        ways = {way for way, task_id in self.broker.failed if task_id == request.id}
+        # A first delivery that the second has overtaken does not know that there is one.
+        is_overtaken = "doubled" in ways and not request._setnx_run.call.redelivered
+        return is_overtaken or (what != "ok" and not ways.isdisjoint(("unconfirmed", "doubled")))
+
+    def has_lost_its_parent(self, task_id: str) -> bool:
+        """Whether a call was accepted by a worker that has died."""
+        return any(worker.process.is_dead and task_id in dict(worker.accepted) for worker in self.workers)
 
     def has_died(self, task_id: str) -> bool:
         """Whether a process died that had accepted a call."""
@@ -219,6 +243,12 @@ class Calls:
         # Whoever has joined a call that died between its attempts waits for its retry: for `queue_lease`.
         if not (self.task in ("joins", "joins_late") and any(states[task_id] == RETRY for task_id in lost)):
             left += [each for each in states if states[each] not in READY_STATES and each not in lost]
+
+
+@lock_released.connect  # type: ignore[untyped-decorator]
+def on_released(**told: Any) -> None:
+    """A call of the seed that is played has given its lock back."""
+    _playing.ended.on_released(**told)
 
 
 def play(seed: int, task: str = "") -> World:

@@ -116,8 +116,8 @@ class Checker:
 
     def watch(self, key: str, limit: int, rate: tuple[int, float] | None, most_s: float) -> None:
         """No line stands beside a lock that a call may have for longer than promised."""
-        now_us, line = self.world.now_us, self.server.data.keys.get(line_names(key)[0].encode())
-        is_held = line is None or line.value[0][0] >= PASSED_OVER or len(self.holders(key, "")) >= limit
+        now_us = self.world.now_us
+        is_held = not self.in_line(key) or len(self.holders(key, "")) >= limit
         if rate is not None:
             since_us = now_us - round(rate[1] * US)
             starts = [at for (of, _), all_ in self._starts.items() if of == key for at in all_]
@@ -126,6 +126,16 @@ class Checker:
             self._free_since.pop(key, None)
         elif now_us - self._free_since.setdefault(key, now_us) > most_s * US:
             self.world.broken(f"{key} is free, and its line has stood there for {most_s} s")
+
+    def in_line(self, key: str) -> list[bytes]:
+        """Who waits for a lock: not one that was woken in vain, or whose moment in its pool slot is over."""
+        line, calls = (self.server.data.keys.get(name.encode()) for name in line_names(key))
+        kept = dict(calls.value) if calls else {}
+        found = [task for place, task in (line.value if line else ()) if place < PASSED_OVER]
+        return [task for task in found if not self._has_lapsed(kept.get(task, b""))]
+
+    def _has_lapsed(self, kept: bytes) -> bool:
+        return kept[:1] == b"@" and int(kept[1:]) <= self.world.now_us
 
     def holders(self, key: str, state: str = "running") -> dict[str, int]:
         """Who holds a lock by the server's records, since when; in this state, or in any."""

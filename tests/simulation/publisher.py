@@ -26,7 +26,7 @@ class Publisher:
 
     def __init__(self, scene: Calls) -> None:
         self.scene, self.world = scene, scene.world
-        self.random = random.Random(self.world.seed)  # of fan-outs: without them a seed is what it was
+        self.random = random.Random(f"{self.world.seed} fans")  # apart: other seeds are what they were
         self.fans = self.random.choice((0.0, 0.0, 0.3))
         self.count = 0
         self.asked_us = 0

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import partial
 from hashlib import sha1
 from importlib.resources import files
 from types import FunctionType, ModuleType
@@ -40,10 +41,13 @@ import celery_setnx.forks
 import celery_setnx.lock.keeper
 import celery_setnx.lock.process
 import celery_setnx.log
+import celery_setnx.run.courier
 import celery_setnx.run.ends
 import celery_setnx.run.events
+import celery_setnx.run.held
 import celery_setnx.run.run
 import celery_setnx.run.sweep
+from celery_setnx.lock.record import ORIGINAL
 from tests.simulation.scheduler import US, Process, Thread, World
 from tests.simulation.scripts import script
 from tests.simulation.server import Reply, Server, ServerError, Status
@@ -270,6 +274,11 @@ class _Chance:
         return getattr(_world.random, name)
 
 
+def _hurried(seconds: float) -> float:
+    """A time of couriers: in every fourth seed they come while there is trouble still."""
+    return seconds / 150 if _world.seed % 4 == 3 else seconds
+
+
 _TIME = {"time": _time, "monotonic": monotonic, "perf_counter": monotonic, "sleep": sleep}
 _THREADING = {
     "Lock": Lock,
@@ -296,6 +305,14 @@ _FOR: list[tuple[Any, Any]] = [
     (redis.utils.get_lib_version, lambda: "1"),  # each connection asks, and files are read for it
 ]
 _STATE: list[tuple[Any, str, Callable[[], Any]]] = [
+    *(
+        (module, name, partial(_hurried, getattr(module, name)))
+        for module, name in (
+            (celery_setnx.run.courier, "_PACE_S"),
+            (celery_setnx.run.held, "_ASKS_S"),
+            (celery_setnx.run.held, "_YOUNG_S"),
+        )
+    ),
     (celery_setnx.lock.keeper, "_keepers", dict),
     (celery_setnx.log, "_say_again_at", dict),
     (celery_setnx.call.ended, "_asked_again_at", WeakKeyDictionary),
@@ -391,6 +408,8 @@ class Redis:
         self.lost_at: list[int] = []
         self.came_back_older = False
         self.after: Callable[[], None] = lambda: None
+        self._draw = random.Random(world.seed)  # apart: the history of other seeds stays
+        self._loses_parked = self._draw.choice((False, False, True))
 
     @property
     def epoch(self) -> int:
@@ -456,7 +475,10 @@ class Redis:
         self.scripts[known.sha.encode()] = text
         reply = known.run(self.data, words[2 : 2 + count], words[2 + count :])
         key = words[2].decode().removesuffix(":line").removesuffix(":holder")
-        self.world.note("has", _NAMES.get(known.sha, "a script"), "say", _briefly(reply), key=key)
+        name = _NAMES.get(known.sha, "a script")
+        self.world.note("has", name, "say", _briefly(reply), key=key)
+        if name == "park" and self._loses_parked and words[2 + count + 2] not in (b"", ORIGINAL.encode()):
+            self.world.at(self.world.now_us + self._draw.randrange(US), self.lose)  # of a call that was woken
         return reply
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -20,12 +21,14 @@ from celery import Celery
 from celery.app.trace import trace_task_ret
 from celery.backends import cache
 from celery.exceptions import TaskRevokedError
+from celery.states import FAILURE
 from celery.worker import state
 from kombu.asynchronous.timer import Timer
 from kombu.exceptions import OperationalError
 from kombu.transport import memory, virtual
 
 import celery_setnx.request  # noqa: F401 - Celery imports it by name, too late for the door
+from celery_setnx.run.park import Parked
 from celery_setnx.run.sweep import Sweep
 from tests.simulation import substitutes
 from tests.simulation.scheduler import Process, World
@@ -40,7 +43,13 @@ class Broker:
         self.world, self.messages = world, list[Any]()
         self.readers: list[Worker] = []
         self.taken: set[str] = set()  # ids of its messages, also of those that nobody knows it has taken
-        self.failed: dict[tuple[str, str], int] = {}  # how a publish did, of which message, and when
+        # How a publish did, or a delivery, of which message, and when.
+        self.failed: dict[tuple[str, str], int] = {}
+        self.parked: dict[str, int] = {}  # whose process has died unheard since, and in which epoch
+        # What else goes wrong is drawn apart: it changes the history of those seeds only in which it does.
+        self._draw = random.Random(f"{world.seed} broker")
+        self._doubles = self._draw.choice((0.0, 0.0, 0.2))
+        self._unheard_ends = self._draw.choice((0, 0, 3))
 
     def put(self, message: Any) -> None:
         """Take a message, and say so, if nothing goes wrong: whoever sends it may die before, or after."""
@@ -64,6 +73,28 @@ class Broker:
         self.messages.append(message)
         for reader in self.readers:
             reader.inbox.put(None)
+
+    def may_double(self, tag: int, unacked: dict[int, Any]) -> None:
+        """Deliver a message again whose worker takes too long, as a broker with a visibility timeout does."""
+        if self.world.is_calm or self._draw.random() >= self._doubles:
+            return
+
+        def add() -> None:
+            if tag in unacked:
+                task_id = unacked[tag]["headers"]["id"]
+                self.world.note("is delivered again", task_id)
+                self.failed["doubled", task_id] = self.world.now_us
+                self.add_again([pickle.loads(pickle.dumps(unacked[tag]))], 0.0)
+
+        self.world.at(self.world.now_us + self._draw.randrange(2_000_000), add)
+
+    def may_die_unheard(self, task_id: str, error: object) -> None:
+        """A child may die when its call has ended, before its parent hears of that; also when all is calm."""
+        if self._unheard_ends > 0 and self._draw.random() < 0.3:
+            self._unheard_ends -= 1
+            if isinstance(error, Parked):
+                self.parked[task_id] = self.world.server.epoch
+            self.world.kill(self.world.process)
 
     def add_again(self, messages: list[Any], after_s: float) -> None:
         """Deliver again what was not acknowledged."""
@@ -153,6 +184,7 @@ class Worker:
             raw = self.broker.messages.pop(0)
             self.tag += 1
             self.unacked[self.tag] = raw
+            self.broker.may_double(self.tag, self.unacked)
             self.world.note("receives", raw["headers"]["id"], raw["headers"]["task"])
             message = virtual.Message(pickle.loads(pickle.dumps(raw)), channel=self.channel)
             name = message.headers["task"]
@@ -221,9 +253,12 @@ class Worker:
             self.running[process] = task_id, callbacks["error_callback"]
             self.inbox.put(partial(self.on_accepted, process, task_id, callbacks["accept_callback"]))
             self.world.note("runs", task_id)
+            self.broker.parked.pop(task_id, None)
             result = trace_task_ret(name, task_id, *rest, app=app)
+            error = getattr(result[1], "exception", result[1])
+            self.broker.may_die_unheard(task_id, getattr(error, "exc", error))
             self.running.pop(process, None)
-            self.world.note("has run", task_id, repr(getattr(result[1], "exception", result[1])))
+            self.world.note("has run", task_id, repr(error))
             self.inbox.put(partial(callbacks["callback"], pickle.loads(pickle.dumps(result))))
 
     def on_accepted(self, process: Process, task_id: str, accept: Callable[..., Any]) -> None:
@@ -239,15 +274,26 @@ class Worker:
             for child in [each for each in self.world.processes if each.name.startswith(f"{self.name}-")]:
                 self.world.kill(child)
         elif process.name.startswith(f"{self.name}-") and not self.process.is_dead:
-            _task_id, error_callback = self.running.pop(process, ("", None))
+            task_id, error_callback = self.running.pop(process, ("", None))
 
             def notice() -> None:
                 if error_callback is not None:
-                    error_callback(_info_of(WorkerLostError(f"child {process.pid} died")))
+                    self.tell_of_death(task_id, error_callback, process)
                 self.fork()
 
             delay_us = self.world.random.randrange(2_000_000)
             self.world.at(self.world.now_us + delay_us, lambda: self.inbox.put(notice))
+
+    def tell_of_death(self, task_id: str, error_callback: Callable[..., Any], process: Process) -> None:
+        """Tell a call's request that its child has died: a call that waits in line has not failed."""
+        hindered, epoch = len(self.process.hindered_at), self.broker.parked.pop(task_id, None)
+        had_failed = self.app.AsyncResult(task_id).state == FAILURE
+        error_callback(_info_of(WorkerLostError(f"child {process.pid} died")))
+        has_failed = not had_failed and self.app.AsyncResult(task_id).state == FAILURE
+        if len(self.process.hindered_at) > hindered:  # what has become of it could not be asked
+            self.broker.failed["unasked", task_id] = self.world.now_us
+        elif has_failed and epoch == self.world.server.epoch:
+            self.world.broken(f"{task_id} waits in line, and is told as failed")
 
 
 def _info_of(error: BaseException) -> ExceptionInfo:

@@ -1,0 +1,302 @@
+"""Defects that are planted in the real Python and Lua: each is found by a seed.
+
+Most of them are old ones of this project, as they were before they were mended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from hashlib import sha1
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from celery_setnx import request
+from celery_setnx.call import fanout, guard, wake
+from celery_setnx.call.back import ComesBack, Waits
+from celery_setnx.lock import keeper, lock
+from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.lock.scripts import Script
+from celery_setnx.options import UNSET
+from celery_setnx.run import acquire, courier, ends, join, looks, park, run, sweep
+from tests.simulation import calls, locks
+from tests.simulation.scheduler import World
+from tests.simulation.substitutes import monotonic
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, script: Script, good: str, bad: str) -> None:
+    """Change a script."""
+    assert script.text.count(good) == 1, good
+    text = script.text.replace(good, bad)
+    monkeypatch.setattr(script, "text", text)
+    monkeypatch.setattr(script, "sha", sha1(text.encode()).hexdigest())
+
+
+def release_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, lock._RELEASE, "if h_token ~= token then", "if not h_token then")
+
+
+def late_release_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that Redis did not hear is not tried again."""
+    monkeypatch.setattr(keeper.Keeper, "try_again", lambda *_args: None)
+
+
+def deadline_from_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder counts its lease from the reply, and not from before it asked."""
+
+    def valid_until(self: Any, before: float, remaining_us: int) -> float:
+        return monotonic() + remaining_us / 1e6
+
+    monkeypatch.setattr(lock.SetnxLock, "_valid_until", valid_until)
+
+
+def loss_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release that is asked twice, of a lock that Redis has lost meanwhile, raises a TypeError."""
+    word_of = lock.SetnxLock._word_of
+
+    def raising(self: Any, ask: Any, *args: Any) -> Any:
+        def asked() -> Any:
+            reply = ask()
+            if len(reply) > 4:
+                int(reply[4])
+            return reply
+
+        return word_of(self, asked, *args)
+
+    monkeypatch.setattr(lock.SetnxLock, "_word_of", raising)
+
+
+def no_wakeup(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever hands a lock over sends nothing."""
+    monkeypatch.setattr(wake, "_send", lambda *_args: None)
+
+
+def line_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call parks, and no sweep is told."""
+    monkeypatch.setattr(park, "look_within", lambda *_args: "epoch")
+
+
+def sweep_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line that is due is looked at, and does not go on."""
+    unserved = SimpleNamespace(waits=1, look_in=None)
+    monkeypatch.setattr(sweep, "let_the_line_go_on", lambda *_args, **_more: unserved)
+
+
+def no_courier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call parks, and nothing of it is left with the broker."""
+    monkeypatch.setattr(courier.Order, "send", lambda *_args, **_more: None)
+
+
+def joins_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two calls each is to end with the other's result, which has had the lock only to ask for this one's;
+    and is stored as one that retries.
+    """
+    come_back = join.come_back
+
+    def storing(*args: Any, **more: Any) -> Any:
+        try:
+            come_back(*args, **more)
+        except Waits as waits:
+            raise ComesBack(str(waits), when=waits.when) from None
+
+    def joined_by(task: Any, holder: Any, call: Any) -> str | None:
+        is_other = holder.task_id != call.task_id and holder.task == task.name
+        return holder.task_id if is_other and holder.state == "running" else call.join
+
+    monkeypatch.setattr(acquire, "joined_by", joined_by)
+    monkeypatch.setattr(join, "come_back", storing)
+
+
+def late_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first command of a call that waits by now comes late, and gets the lock that nobody hears of."""
+    plant(monkeypatch, lock._ACQUIRE.one, "if is_late or later > 0", "if later > 0")
+
+
+def backend_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is delivered again does not ask whether it has ended."""
+    monkeypatch.setattr(run.Run, "_result_before", lambda _run: UNSET)
+
+
+def no_timed_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starts of a pace are left to the sweep."""
+    monkeypatch.setattr(looks.TimedLooks, "_wake", lambda *_args: None)
+
+
+def window_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that has failed after its release counts as a success."""
+    monkeypatch.setattr(ends.Ends, "take_back", lambda *_args: None)
+
+
+def pace_of_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock is used at twice its rate."""
+    text = lock.Terms.__str__
+
+    def doubled(self: lock.Terms) -> str:
+        return text(self._replace(starts=2 * self.starts))
+
+    monkeypatch.setattr(lock.Terms, "__str__", doubled)
+
+
+def twin_of_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that came back does not ask whether the delivery that has sent it has succeeded since."""
+    success_before = run.Run._success_before
+
+    def asking(self: run.Run) -> Any:
+        return success_before(self) if self.call.redelivered or self.call.copy != ORIGINAL else None
+
+    monkeypatch.setattr(run.Run, "_success_before", asking)
+
+
+def late_release_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late release is tried again when there is another errand, and not before."""
+    following = keeper._Errands._next
+    monkeypatch.setattr(keeper._Errands, "_next", lambda errands, _wait_s: following(errands, None))
+
+
+def another_since_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that another has acquired since its release is told as lost, if the release was asked twice."""
+    monkeypatch.setattr(lock.SetnxLock, "_word_of", lambda _lock, ask, *_args: ask()[0])
+
+
+def parked_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose process dies just after it has parked is told as failed, and waits on."""
+    monkeypatch.setattr(request.SingletonRequest, "_goes_on", lambda _request: False)
+
+
+def failed_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fails while it is parked, or sent again, leaves its place and its message behind."""
+    monkeypatch.setattr(acquire.Asking, "end", lambda _asking: None)
+
+
+def stored_success_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A success is taken back if its process dies after it was stored."""
+    monkeypatch.setattr(request.SingletonRequest, "_has_stored_success", lambda _request: False)
+
+
+def success_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call does not ask under its lock whether another has succeeded since it was published."""
+    monkeypatch.setattr(acquire.Asking, "done_by", lambda *_args: None)
+
+
+def join_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call runs which the holder's release has overtaken on its way into the line."""
+
+    def without_join(of: run.Run, held: Any) -> Any:
+        done = of.asking.done_by(held)
+        return UNSET if done is None else run.resolve_done(of.task, of.call, of.options, done)
+
+    monkeypatch.setattr(run.Run, "_result_without_body", without_join)
+
+
+def early_retry_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry that came early gives the lock back that was held for it, to look once more."""
+    look_once_more = run.Run._look_once_more
+
+    def looking(of: run.Run, outcome: lock.Outcome) -> None:
+        of.options, options = replace(of.options, hold_on_retry=False), of.options
+        try:
+            look_once_more(of, outcome)
+        finally:
+            of.options = options
+
+    monkeypatch.setattr(run.Run, "_look_once_more", looking)
+
+
+def early_sweeps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sweeps of a worker count as early: none looks after the couriers that it holds."""
+    sweeping = sweep.Sweep.sweep
+
+    def early(of: sweep.Sweep, app: Any, *, is_early: bool = False, only_paced: bool = False) -> Any:
+        return sweeping(of, app, is_early=True, only_paced=only_paced)
+
+    monkeypatch.setattr(sweep.Sweep, "sweep", early)
+
+
+def death_keeps_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose process dies before it has the lock keeps its mark."""
+    forget = request.SingletonRequest._forget
+
+    def forgetting(
+        of: request.SingletonRequest, *, is_sent_again: bool = False, has_died: bool = False
+    ) -> None:
+        if not has_died:
+            forget(of, is_sent_again=is_sent_again)
+
+    monkeypatch.setattr(request.SingletonRequest, "_forget", forgetting)
+
+
+def started_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """STARTED is stored for each message, also over the result of a call that has ended."""
+    init = run.Run.__init__
+
+    def storing(of: run.Run, task: Any, guard: Any, came: Any, *args: Any) -> None:
+        run.store_started(task, came)
+        init(of, task, guard, came, *args)
+
+    monkeypatch.setattr(run.Run, "__init__", storing)
+
+
+def marks_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The marks of a fan-out last for the queue lease before its messages are sent."""
+    marked = fanout.FanningOut._marked
+
+    def extending(of: fanout.FanningOut, batch: Any, lease: float) -> Any:
+        fresh = marked(of, batch, lease)
+        of._extend(fresh, lease)
+        return fresh
+
+    monkeypatch.setattr(fanout.FanningOut, "_marked", extending)
+
+
+def unsent_stay_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a fan-out that the broker has not taken stays marked."""
+    monkeypatch.setattr(fanout.FanningOut, "_free", lambda *_args: None)
+
+
+def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The retry of a call of a fan-out has a ticket of its own: its first attempt leaves the line with its place."""
+    monkeypatch.setattr(guard, "has_random_id", lambda _task_id: False)
+
+
+class Planted(NamedTuple):
+    """A defect, the scenario that finds it, and a seed by which it does at present: it is played first."""
+
+    play: Callable[[int], World]
+    defect: Callable[[pytest.MonkeyPatch], None]
+    seed: int
+
+
+PLANTED = [
+    Planted(locks.play, release_of_another, 8),
+    Planted(locks.play, late_release_forgotten, 9),
+    Planted(locks.play, deadline_from_the_reply, 15),
+    Planted(locks.play, loss_without_time, 4),
+    Planted(locks.play, pace_of_one_more, 4),
+    Planted(calls.play, no_wakeup, 0),
+    Planted(calls.play, no_courier, 43),
+    Planted(partial(calls.play, task="slow"), line_not_noted, 6),
+    Planted(partial(calls.play, task="waits"), sweep_serves_nobody, 57),
+    Planted(partial(calls.play, task="paced"), no_timed_look, 2),
+    Planted(partial(calls.play, task="once_early"), window_not_taken_back, 2),
+    Planted(partial(calls.play, task="joins_late"), joins_each_other, 236),
+    Planted(partial(calls.play, task="joins"), late_command, 670),
+    Planted(partial(calls.play, task="waits_late"), backend_not_asked, 20),
+    Planted(partial(calls.play, task="retries"), twin_of_a_retry, 11),
+    Planted(locks.play, late_release_waits_for_another, 9),
+    Planted(locks.play, another_since_is_a_loss, 8),
+    Planted(partial(calls.play, task="joins"), join_lost, 27),
+    Planted(partial(calls.play, task="once"), success_not_asked, 16),
+    Planted(partial(calls.play, task="once_early"), stored_success_taken_back, 20),
+    Planted(partial(calls.play, task="waits"), parked_has_failed, 1),
+    Planted(partial(calls.play, task="retries_early"), failed_comes_back, 67),
+    Planted(partial(calls.play, task="queued_early"), death_keeps_mark, 39),
+    Planted(partial(calls.play, task="holds"), early_retry_gives_back, 7),
+    Planted(partial(calls.play, task="waits_late"), started_by_message, 1),
+    Planted(partial(calls.play, task="paced"), early_sweeps_alone, 41),
+    Planted(partial(calls.play, task="queued"), marks_before_it_sends, 402),
+    Planted(partial(calls.play, task="unique"), unsent_stay_marked, 105),
+    Planted(partial(calls.play, task="waits"), retry_is_another_call, 318),
+]
