@@ -90,6 +90,18 @@ def no_courier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(courier.Order, "send", lambda *_args, **_more: None)
 
 
+def leaves_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delivery that has sent itself again leaves the line, in which the new message stands by then."""
+    end_wait = run.Run._end_wait
+
+    def leave(self: Any, *, parked: bool, goes_on: bool) -> None:
+        end_wait(self, parked=parked, goes_on=goes_on)
+        if self.asking.lingers_since and goes_on and not parked:
+            self.asking.leave()
+
+    monkeypatch.setattr(run.Run, "_end_wait", leave)
+
+
 def joins_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two calls each is to end with the other's result, which has had the lock only to ask for this one's;
     and is stored as one that retries.
@@ -257,7 +269,7 @@ def unsent_stay_marked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The retry of a call of a fan-out has a ticket of its own: its first attempt leaves the line with its place."""
+    """The retry of a call of a fan-out has a ticket of its own: its first attempt leaves with its place."""
     monkeypatch.setattr(guard, "has_random_id", lambda _task_id: False)
 
 
