@@ -878,14 +878,6 @@ def test_list_says_how_many_permits_are_held(cli):
     assert cells()[1] == "running 1/1 +1"
 
 
-def test_list_says_that_all_permits_are_free_though_some_wait(cli):
-    """A line beside free permits is listed, as beside a free lock."""
-    (held,) = cli.hold_many(ELSEWHERE)
-    held.release()
-    cli.park("several")
-    assert cells()[1] == "free 0/3"
-
-
 def test_show_tells_of_each_permit(cli):
     """Number, holder, state, process, deadline, token and fence of each that is held."""
     held = cli.hold_many(identity(), ELSEWHERE, DEAD)
@@ -911,13 +903,15 @@ def test_show_tells_of_each_permit(cli):
     assert documented == set(details[0]) == {*ask_json("list")[0]["holders"][0], "token"}
 
 
-def test_show_of_permits_that_are_all_free_says_who_had_one(cli):
-    """As of a lock."""
+def test_permits_that_are_all_free_are_said_to_be(cli):
+    """Who had one last is shown, as of a lock. A line beside them is listed, as beside a free lock."""
     for held in cli.hold_many(identity(), identity()):
         held.release()
     shown = ask("show", TASK + "several", "7").stdout
     assert "state     free\nlast      tests.cliapp.several[t-1] on w1@host" in shown
     assert "permits   0/3 held\n" in shown
+    cli.park("several")
+    assert cells()[1] == "free 0/3"
 
 
 @pytest.mark.parametrize(

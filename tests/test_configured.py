@@ -137,18 +137,15 @@ def by_environment_alone(monkeypatch: Any, tmp_path: Path, name: str) -> Celery:
     return new_app()
 
 
-def late(app: Celery, name: str) -> None:
-    """Configuration that comes after the locks were used."""
-    app.conf[name] = THERE
-    assert of_locks(app)["host"] == "there"
-    app.conf[name] = HERE
+def late(change: Callable[[Celery, dict[str, str]], Any]) -> Callable[..., Celery]:
+    """Configured by changes of which the last comes after the locks were used."""
 
+    def changes(app: Celery, name: str) -> None:
+        change(app, {name: THERE})
+        assert of_locks(app)["host"] == "there"
+        change(app, {name: HERE})
 
-def late_object(app: Celery, name: str) -> None:
-    """The same, by another object."""
-    app.config_from_object({name: THERE})
-    assert of_locks(app)["host"] == "there"
-    app.config_from_object({name: HERE})
+    return by_code(changes)
 
 
 def on_configure(app: Celery, name: str) -> None:
@@ -175,8 +172,8 @@ WAYS: dict[str, Callable[..., Celery]] = {
     "environment": by_environment,
     "environment alone": by_environment_alone,
     "signal": by_code(on_configure),
-    "late": by_code(late),
-    "late object": by_code(late_object),
+    "late": late(lambda app, conf: app.conf.update(conf)),
+    "late object": late(lambda app, conf: app.config_from_object(conf)),
 }
 
 
