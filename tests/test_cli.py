@@ -148,8 +148,8 @@ class Stage:
     def start(self, name: str = "paced", count: int = 2, customer: int = 7, ago: float = 0) -> str:
         """So many calls have started and ended, so many seconds ago; their key."""
         options = self.task(name)._guard.options
+        terms = {"limit": options.limit, "rate": options.rate}
         for number in range(count):
-            terms = {"limit": options.limit, "rate": options.rate}
             self.hold(name, customer, task_id=f"t-{number}", **terms).release()
         age(self.locks, self.key(name, customer), ago)
         return self.key(name, customer)
