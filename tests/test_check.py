@@ -67,6 +67,17 @@ def subjects(app: Celery) -> list[tuple[str, str]]:
     return [(found.level, found.subject) for found in problems(app)]
 
 
+def only(app: Celery, subject: str) -> Finding:
+    """The one problem of this subject."""
+    (found,) = (found for found in problems(app) if found.subject == subject)
+    return found
+
+
+def start_worker_check(app: Celery) -> None:
+    """What a worker does when it starts."""
+    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+
+
 DAILY = {"dedupe": "until_done", "dedupe_for": 86_400}
 
 # Options and settings that go together.
@@ -189,7 +200,7 @@ def test_join_with_a_result_backend_that_cannot_be_made_is_refused(app):
     """In one finding, as without a backend that is read by all."""
     app.conf.result_backend = "redis://127.0.0.1:1/0/0"
     add(app, on_conflict="join")
-    (found,) = (found for found in problems(app) if found.subject == "join")
+    found = only(app, "join")
     assert found.level == "error"
     assert "result_backend cannot be used (ValueError)" in found.what
 
@@ -243,28 +254,21 @@ def test_guarded_task_that_a_fanout_exchange_copies_is_told(app, caplog, conf, s
     add(app)
     assert subjects(app) == [("warning", "queue")] * (said is not None)
     assert said is None or said in problems(app)[0].why
-    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+    start_worker_check(app)
     assert ("fanout exchange" in caplog.text) == (said is not None)
 
 
 def test_task_whose_self_is_an_argument_is_told(app):
-    """Every call would have to give it; an error at a call asks the same."""
+    """Every call would have to give it; an error at a call asks the same. With bind=True it is none."""
 
     def work(self: Any, user_id: int) -> None: ...
 
+    add(app, "bound", work, task={"bind": True})
+    assert not problems(app)
     add(app, function=work)
     assert subjects(app) == [("warning", "bind")]
     with pytest.raises(UnkeyableCall, match=r"signature is \(self, user_id\): is bind=True missing\?"):
         app.tasks["work"].delay(7)
-
-
-def test_task_that_has_its_self_is_fine(app):
-    """bind=True takes it out of the arguments."""
-
-    def work(self: Any, user_id: int) -> None: ...
-
-    add(app, function=work, task={"bind": True})
-    assert not problems(app)
 
 
 @pytest.mark.parametrize(
@@ -280,17 +284,15 @@ def test_guarded_tasks_without_a_lock_server_are_an_error(app, conf, said):
     """Their workers do not start. Nothing is asked; the rest is checked all the same."""
     app.conf.update(conf)
     add(app)
-    lost, tasks = check(app)
-    assert [(found.level, found.subject) for found in (lost, tasks)] == [
-        ("error", "connection"),
-        ("ok", "tasks"),
-    ]
-    assert said in lost.what
+    found = check(app)
+    assert [(one.level, one.subject) for one in found] == [("error", "connection"), ("ok", "tasks")]
+    assert said in found[0].what
 
 
-def test_app_without_guarded_tasks_needs_no_lock_server(app):
-    """It may only publish."""
-    app.conf.update(broker_url="amqp://host", result_backend=None)
+@pytest.mark.parametrize("conf", [{}, {"broker_url": "amqp://host", "result_backend": None}])
+def test_app_without_guarded_tasks_is_a_warning(app, conf):
+    """Celery's own do not count; the modules may not be imported. It may only publish: it needs no server."""
+    app.conf.update(conf)
     app.task(one_name, name="plain", shared=False)
     assert subjects(app) == [("warning", "tasks")]
 
@@ -323,44 +325,35 @@ class Methodical(SingletonTask):
     def run(self, user_id: int) -> None: ...
 
 
+OURS = {"base": SingletonTask}
+FROM_ONCE = {"keys": [], "timeout": 5, "odd": 1}
+
+
 @pytest.mark.parametrize(
     ("task", "said", "do"),
     [
+        ({**OURS, "key": "user_id"}, "has key='user_id', which", "write singleton={'key': ...}"),
+        ({**OURS, "max_wait": 5}, "has max_wait=5, which nobody", "write singleton={'max_wait'"),
+        ({**OURS, "once": {"keys": []}}, "has once={'keys': []}", "from-celery-once.md"),
         (
-            {"base": SingletonTask, "key": "user_id"},
-            "has key='user_id', which",
-            "write singleton={'key': ...}",
-        ),
-        (
-            {"base": SingletonTask, "max_wait": 5},
-            "has max_wait=5, which nobody",
-            "write singleton={'max_wait'",
-        ),
-        ({"base": SingletonTask, "once": {"keys": []}}, "has once={'keys': []}", "from-celery-once.md"),
-        (
-            {"base": SingletonTask, "once": {"keys": [], "timeout": 5, "odd": 1}},
+            {**OURS, "once": FROM_ONCE},
             "has once={",
-            "Remove it. Here keys is key, timeout is lease, which is renewed",
+            "Remove it. Here keys is key, timeout is lease, which is",
         ),
-        ({"base": SingletonTask, "once": 5}, "has once=5", "Remove it. See docs/from-celery-once.md."),
-        ({"base": SingletonTask, "unique_on": "a"}, "has unique_on='a'", "Here unique_on is key. See docs/"),
-        ({"base": SingletonTask, "lock_expiry": 5}, "has lock_expiry=5", "Here lock_expiry is lease, which"),
-        ({"base": SingletonTask, "unique_on": "a"}, "has unique_on='a'", "from-celery-singleton.md"),
-        ({"base": SingletonTask, "raise_on_duplicate": True}, "has raise_on_duplicate", "singleton.md"),
+        ({**OURS, "once": 5}, "has once=5", "Remove it. See docs/from-celery-once.md."),
         (
-            {"base": SingletonTask, "singelton": {"key": "user_id"}},
-            "has singelton={",
-            "Write singleton={...}",
+            {**OURS, "unique_on": "a"},
+            "has unique_on='a'",
+            "Here unique_on is key. See docs/from-celery-single",
         ),
+        ({**OURS, "lock_expiry": 5}, "has lock_expiry=5", "Here lock_expiry is lease, which"),
+        ({**OURS, "raise_on_duplicate": True}, "has raise_on_duplicate", "from-celery-singleton.md"),
+        ({**OURS, "singelton": {"key": "user_id"}}, "has singelton={", "Write singleton={...}"),
         ({"once": {"graceful": True}}, "has once={'graceful': True}", "from-celery-once.md"),
         ({"singleton": True}, "has singleton=True", "add base=SingletonTask"),
         ({"singleton": {"key": "user_id", "ttl": 5}}, "has singleton={", "add base=SingletonTask"),
         ({"base": Forgotten}, "has singleton={'scope': 'users'}", "add base=SingletonTask"),
-        (
-            {"dedupe": "until_done"},
-            "has dedupe='until_done'",
-            "write base=SingletonTask, singleton={'dedupe'",
-        ),
+        ({"dedupe": "until_done"}, "has dedupe='until_done'", "base=SingletonTask, singleton={'dedupe'"),
     ],
 )
 def test_what_nobody_reads_of_a_task_is_told(app, task, said, do):
@@ -380,7 +373,7 @@ def test_worker_says_what_nobody_reads_when_it_starts(app, caplog):
     for options in ({"key": "user_id"}, {"once": {"keys": []}}, {"unique_on": "a"}, {"lock_expiry": 5}):
         name = next(iter(options))
         app.task(name=name, base=SingletonTask, shared=False, **options)(one_name)
-    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+    start_worker_check(app)
     said = [record.getMessage() for record in caplog.records if "read" in record.getMessage()]
     assert said == [f"{found.what} {found.do}" for found in problems(app) if found.subject == "unread"]
     assert len(said) == 5
@@ -400,9 +393,8 @@ def test_what_a_base_class_reads_is_left_alone(app):
     """Nor is a method taken for an option."""
     add(app, "sound")
     app.task(base=Once, once={"keys": []}, name="old", shared=False)(one_name)
-    app.task(
-        base=type("Leaving", (SingletonTask, Once), {"abstract": True}), once={}, name="b", shared=False
-    )(other_name)
+    leaving = type("Leaving", (SingletonTask, Once), {"abstract": True})
+    app.task(base=leaving, once={}, name="b", shared=False)(other_name)
     app.register_task(Methodical())
     assert not problems(app)
 
@@ -419,93 +411,83 @@ def test_options_of_a_task_without_the_base_class_are_an_error(app):
 
 
 @pytest.mark.parametrize(
-    ("source", "namespace", "said"),
+    ("written", "namespace", "meant"),
     [
-        ({"setnx_ulr": "redis://host"}, None, "there is no setting 'setnx_ulr'; did you mean 'setnx_url'?"),
-        ({"setnx_same_hosts": True}, "CELERY", "there is no setting 'setnx_same_hosts'"),
-        (
-            {"CELERY_SETNX_ULR": "redis://host"},
-            "CELERY",
-            "'CELERY_SETNX_ULR'; did you mean 'CELERY_SETNX_URL'?",
-        ),
-        ({"SETNX_URL": "redis://host"}, None, "there is no setting 'SETNX_URL'; did you mean 'setnx_url'?"),
-        ({"SETNX_PREFX": "a"}, None, "there is no setting 'SETNX_PREFX'; did you mean 'setnx_prefix'?"),
-        ({"CELERY_SETNX_URL": "redis://host"}, None, "'CELERY_SETNX_URL'; did you mean 'setnx_url'?"),
-        ({"SETNX_URL": "redis://host"}, "CELERY", "'SETNX_URL'; did you mean 'CELERY_SETNX_URL'?"),
-        (
-            {"CELERY_setnx_prefix": "a"},
-            "CELERY",
-            "'CELERY_setnx_prefix'; did you mean 'CELERY_SETNX_PREFIX'?",
-        ),
-        ({"SETNX_PREFIX": "a"}, "shop", "'SETNX_PREFIX'; did you mean 'shop_setnx_prefix'?"),
-        (SimpleNamespace(setnx_beat_leas=5), None, "'setnx_beat_leas'; did you mean 'setnx_beat_lease'?"),
+        ("setnx_ulr", None, "setnx_url"),
+        ("setnx_beat_leas", None, "setnx_beat_lease"),
+        ("setnx_same_hosts", "CELERY", "setnx_same_host"),
+        ("CELERY_SETNX_ULR", "CELERY", "CELERY_SETNX_URL"),
+        ("SETNX_URL", None, "setnx_url"),
+        ("SETNX_PREFX", None, "setnx_prefix"),
+        ("CELERY_SETNX_URL", None, "setnx_url"),
+        ("SETNX_URL", "CELERY", "CELERY_SETNX_URL"),
+        ("CELERY_setnx_prefix", "CELERY", "CELERY_SETNX_PREFIX"),
+        ("SETNX_PREFIX", "shop", "shop_setnx_prefix"),
     ],
 )
-def test_setting_that_is_misspelt_is_an_error(source, namespace, said):
+@pytest.mark.parametrize("kind", [dict, SimpleNamespace])
+def test_setting_that_is_misspelt_is_an_error(written, namespace, meant, kind):
     """From wherever Celery has it."""
     app = Celery("misspelt", set_as_current=False)
-    app.config_from_object(source, namespace=namespace)
-    (found,) = [found for found in problems(app) if found.subject == "options"]
-    assert (found.level, said in found.what) == ("error", True)
+    app.config_from_object(kind(**{written: "a"}), namespace=namespace)
+    found = only(app, "options")
+    assert found.level == "error"
+    assert f"there is no setting {written!r}; did you mean {meant!r}?" in found.what
     app.close()
-
-
-def test_option_that_is_written_as_a_setting_says_where_it_belongs(app):
-    """All tasks have it by `setnx_defaults`."""
-    app.conf.setnx_lease = 30
-    (found,) = [found for found in problems(app) if found.subject == "unread"]
-    assert found.do == "If it is meant as an option of all tasks, write setnx_defaults={'lease': ...}."
 
 
 def test_names_of_settings_are_those_of_the_namespace(app, monkeypatch):
     """As they are to be written in Django's settings."""
     app.config_from_object({"CELERY_SETNX_LEASE": 30}, namespace="CELERY")
-    (found,) = [found for found in problems(app) if found.subject == "unread"]
-    assert "write CELERY_SETNX_DEFAULTS={'lease': ...}" in found.do
+    assert "write CELERY_SETNX_DEFAULTS={'lease': ...}" in only(app, "unread").do
     monkeypatch.setenv("SETNX_PREFX", "a")
     app.conf.setnx_retention = 5  # it is read anew
-    (found,) = [found for found in problems(app) if found.subject == "options"]
+    found = only(app, "options")
     assert "nobody reads it: set CELERY_SETNX_PREFIX in the app's configuration" in found.what
 
 
-@pytest.mark.parametrize("name", ["setnx_host", "setnx_quux", "setnx_lease"])
-def test_setting_that_may_be_meant_otherwise_is_a_warning(app, name):
-    """Such as a part of an URL, in a module of settings: its app starts."""
+OF_ALL = "If it is meant as an option of all tasks, write setnx_defaults={'lease': ...}."
+
+
+@pytest.mark.parametrize(
+    ("name", "do"), [("setnx_host", "name it otherwise"), ("setnx_quux", ""), ("setnx_lease", OF_ALL)]
+)
+def test_setting_that_may_be_meant_otherwise_is_a_warning(app, name, do):
+    """Such as a part of an URL, in a module of settings: its app starts. An option is said to be one."""
     app.conf[name] = "there"
-    (found,) = [found for found in problems(app) if found.subject == "unread"]
+    found = only(app, "unread")
     assert (found.level, found.what) == ("warning", f"The setting {name} is not read.")
+    assert do in found.do
 
 
 def test_setting_that_is_made_by_attribute_is_looked_at_too(app):
     """Also by a default that is laid below."""
     app.conf.setnx_prefx = "a"
     app.add_defaults({"setnx_defautls": {}})
-    (found,) = [found for found in problems(app) if found.subject == "options"]
-    assert "did you mean 'setnx_" in found.what
+    assert "did you mean 'setnx_" in only(app, "options").what
 
 
 ALL = {"setnx_url": "redis://host", "setnx_transport_options": {}}
 ALL |= {f"setnx_{name}": value for name, value in asdict(settings({})).items()}
 
 
+SHOPS_OWN = {"SETNX_HOST": "host", "MY_SETNX_ULR": 5, "setnx_maker": len, "CELERY_SETNX_URL": "x"}
+
+
 @pytest.mark.parametrize(
-    ("source", "namespace", "unread"),
+    ("source", "namespace"),
     [
-        ({"SETNX_URL": "redis://host", "CELERY_SETNX_URL": "redis://host"}, "CELERY", []),
-        (
-            {"SETNX_HOST": "host", "MY_SETNX_ULR": 5, "setnx_maker": len, "CELERY_SETNX_URL": "x"},
-            "CELERY",
-            [],
-        ),
-        ({f"CELERY_{name.upper()}": value for name, value in ALL.items()}, "CELERY", []),
-        (ALL, None, []),
+        ({"SETNX_URL": "redis://host", "CELERY_SETNX_URL": "redis://host"}, "CELERY"),
+        (SHOPS_OWN, "CELERY"),
+        ({f"CELERY_{name.upper()}": value for name, value in ALL.items()}, "CELERY"),
+        (ALL, None),
     ],
 )
-def test_setting_beside_the_one_that_is_read_is_the_projects_own(source, namespace, unread):
+def test_setting_beside_the_one_that_is_read_is_the_projects_own(source, namespace):
     """A project may have such names for itself, and give their values on."""
     app = Celery("capital", set_as_current=False)
     app.config_from_object(source, namespace=namespace)
-    assert [found.what for found in problems(app) if found.subject in ("unread", "options")] == unread
+    assert [found.what for found in problems(app) if found.subject in ("unread", "options")] == []
     app.close()
 
 
@@ -547,15 +529,9 @@ def test_task_that_nothing_tells_that_it_has_ended_is_a_warning(app, caplog, bas
     def work(number: int) -> None: ...
 
     assert subjects(app) == [("warning", "redelivery")] * (not is_told)
-    LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
+    start_worker_check(app)
     said = "work has acks_late and no stored result, and is no SingletonTask"
     assert (said in caplog.text) == (not is_told)
-
-
-def test_app_without_guarded_tasks_is_a_warning(app):
-    """Celery's own tasks do not count; the modules may not be imported."""
-    app.task(one_name, name="plain", shared=False)
-    assert subjects(app) == [("warning", "tasks")]
 
 
 def test_every_refused_task_is_named(app):
@@ -633,41 +609,30 @@ def test_shared_scope_with_keys_that_never_meet_is_a_warning(app, first, second,
         assert len(keys) == 1 + count
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "count"),
-    [
-        ({"scope": "users", "limit": 5}, {"scope": "users"}, 1),
-        ({"limit": 5}, {"scope": "first"}, 1),  # that task's own name
-        ({"scope": "users", "limit": 5}, {"scope": "users", "limit": 5}, 0),
-        ({"limit": 5}, {"limit": 2}, 0),
-    ],
-)
-def test_shared_scope_under_different_limits_is_a_warning(app, first, second, count):
-    """They share permits, and no limit is that of all."""
-    add(app, "first", **first)
-    add(app, "second", **second)
-    assert subjects(app) == [("warning", "limit")] * count
-    if count:
-        (found,) = problems(app)
-        assert "first (limit 5), second (limit 1)" in found.what
-        assert "up to 5 run at a time" in found.why
+WHY = {"limit": "up to 5 run at a time", "rate": "each call goes by its own rate"}
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "told"),
+    ("subject", "first", "second", "told"),
     [
-        ({"scope": "users", "rate": "10/m"}, {"scope": "users"}, "first (rate 10 in 60 s), second (no rate)"),
-        ({"rate": "1/s"}, {"scope": "first", "rate": "2/s"}, "first (rate 1 in 1 s), second (rate 2 in 1 s)"),
-        ({"scope": "users", "rate": "1/m"}, {"scope": "users", "rate": (1, 60)}, ""),
-        ({"rate": "1/s"}, {"rate": "2/s"}, ""),
+        ("limit", {"scope": "a", "limit": 5}, {"scope": "a"}, "first (limit 5), second (limit 1)"),
+        ("limit", {"limit": 5}, {"scope": "first"}, "first (limit 5), second (limit 1)"),  # its own name
+        ("limit", {"scope": "a", "limit": 5}, {"scope": "a", "limit": 5}, ""),
+        ("limit", {"limit": 5}, {"limit": 2}, ""),
+        ("rate", {"scope": "a", "rate": "9/m"}, {"scope": "a"}, "first (rate 9 in 60 s), second (no rate)"),
+        ("rate", {"rate": "1/s"}, {"scope": "first", "rate": "2/s"}, "second (rate 2 in 1 s)"),
+        ("rate", {"scope": "a", "rate": "1/m"}, {"scope": "a", "rate": (1, 60)}, ""),
+        ("rate", {"rate": "1/s"}, {"rate": "2/s"}, ""),
     ],
 )
-def test_shared_scope_under_different_rates_is_a_warning(app, first, second, told):
-    """They share starts, and no rate is that of all."""
+def test_shared_scope_under_different_terms_is_a_warning(app, subject, first, second, told):
+    """They share permits or starts, and no limit, or rate, is that of all."""
     add(app, "first", **first)
     add(app, "second", **second)
-    assert subjects(app) == [("warning", "rate")] * bool(told)
-    assert all(told in found.what for found in problems(app))
+    assert subjects(app) == [("warning", subject)] * bool(told)
+    for found in problems(app):
+        assert told in found.what
+        assert WHY[subject] in found.why
 
 
 def test_scopes_of_one_task_each_are_left_alone(app):

@@ -137,18 +137,15 @@ def by_environment_alone(monkeypatch: Any, tmp_path: Path, name: str) -> Celery:
     return new_app()
 
 
-def late(app: Celery, name: str) -> None:
-    """Configuration that comes after the locks were used."""
-    app.conf[name] = THERE
-    assert of_locks(app)["host"] == "there"
-    app.conf[name] = HERE
+def late(change: Callable[[Celery, dict[str, str]], Any]) -> Callable[..., Celery]:
+    """Configured by changes of which the last comes after the locks were used."""
 
+    def changes(app: Celery, name: str) -> None:
+        change(app, {name: THERE})
+        assert of_locks(app)["host"] == "there"
+        change(app, {name: HERE})
 
-def late_object(app: Celery, name: str) -> None:
-    """The same, by another object."""
-    app.config_from_object({name: THERE})
-    assert of_locks(app)["host"] == "there"
-    app.config_from_object({name: HERE})
+    return by_code(changes)
 
 
 def on_configure(app: Celery, name: str) -> None:
@@ -175,25 +172,19 @@ WAYS: dict[str, Callable[..., Celery]] = {
     "environment": by_environment,
     "environment alone": by_environment_alone,
     "signal": by_code(on_configure),
-    "late": by_code(late),
-    "late object": by_code(late_object),
+    "late": late(lambda app, conf: app.conf.update(conf)),
+    "late object": late(lambda app, conf: app.config_from_object(conf)),
 }
 
 
+@pytest.mark.parametrize(("name", "celerys"), [("result_backend", of_results), ("broker_url", of_queues)])
 @pytest.mark.parametrize("way", WAYS)
-def test_locks_are_where_the_results_are(way, monkeypatch, tmp_path):
-    """However the result backend is named."""
-    app = WAYS[way](monkeypatch, tmp_path, "result_backend")
-    assert of_locks(app) == of_results(app)
-    assert (of_locks(app)["host"], of_locks(app)["db"], of_locks(app)["username"]) == ("here", 5, "me")
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_locks_are_where_the_queues_are_if_there_is_no_redis_for_results(way, monkeypatch, tmp_path):
-    """However the broker is named."""
-    app = WAYS[way](monkeypatch, tmp_path, "broker_url")
-    assert of_locks(app) == of_queues(app)
-    assert (of_locks(app)["host"], of_locks(app)["db"], of_locks(app)["username"]) == ("here", 5, "me")
+def test_locks_are_where_the_results_are_or_else_the_queues(way, name, celerys, monkeypatch, tmp_path):
+    """However the result backend, or the broker, is named."""
+    app = WAYS[way](monkeypatch, tmp_path, name)
+    at = of_locks(app)
+    assert at == celerys(app)
+    assert (at["host"], at["db"], at["username"]) == ("here", 5, "me")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -220,66 +211,50 @@ def test_our_prefix_counts_though_it_comes_when_the_task_is_bound():
     assert prefix(app) == task.lock_key().partition(":")[0]
 
 
-def in_place(app: Celery) -> None:
-    app.conf.setnx_defaults["scope"] = "late"
+CHANGES: dict[str, Callable[[Celery], Any]] = {
+    "in place": lambda app: app.conf.setnx_defaults.update(scope="late"),
+    "by defaults": lambda app: app.add_defaults({"setnx_prefix": "late"}),
+    "in what was added": lambda app: app.conf.maps[1].update(setnx_prefix="late"),
+    "by its spaced name": lambda app: setattr(app.conf, "CELERY_SETNX_PREFIX", "late"),
+    "in transport options": lambda app: app.conf.broker_transport_options.update(global_keyprefix="late:"),
+    "in the object": lambda app: setattr(app.conf.maps[1].obj, "CELERY_SETNX_PREFIX", "late"),
+    "by replacing another": lambda app: (app.conf.pop("timezone"), setattr(app.conf, "setnx_prefix", "late")),
+}
+PREFIXED, SPACED = {"CELERY_SETNX_PREFIX": "soon"}, {"namespace": "CELERY"}
 
 
-def by_defaults(app: Celery) -> None:
-    app.add_defaults({"setnx_prefix": "late"})
+def scoped() -> dict[str, Any]:
+    """Settings with a scope that may be changed in place."""
+    return {"setnx_defaults": {"scope": "soon"}}
 
 
-def in_what_was_added(app: Celery) -> None:
-    app.conf.maps[1]["setnx_prefix"] = "late"
+def a_class(**settings: Any) -> type:
+    """A class with these settings."""
+    return type("Config", (), settings)
 
 
-def by_its_spaced_name(app: Celery) -> None:
-    app.conf.CELERY_SETNX_PREFIX = "late"
-
-
-def in_transport_options(app: Celery) -> None:
-    app.conf.broker_transport_options["global_keyprefix"] = "late:"
-
-
-def in_the_object(app: Celery) -> None:
-    app.conf.maps[1].obj.CELERY_SETNX_PREFIX = "late"
-
-
-def by_replacing_another(app: Celery) -> None:
-    app.conf.pop("timezone")
-    app.conf.setnx_prefix = "late"
-
-
-# What an app had when its locks were first used, and what changes then.
-CHANGES = [
-    (lambda app: app.conf.update(setnx_defaults={"scope": "soon"}), in_place),
-    (lambda app: app.config_from_object({"setnx_defaults": {"scope": "soon"}}), in_place),
-    (lambda app: app.config_from_object(type("C", (), {"setnx_defaults": {"scope": "soon"}})), in_place),
-    (lambda app: app.add_defaults({"setnx_defaults": {"scope": "soon"}}), in_place),
-    (lambda app: None, by_defaults),
-    (lambda app: app.add_defaults({"setnx_prefix": "soon"}), in_what_was_added),
-    (lambda app: app.add_defaults({"setnx_url": HERE}), in_what_was_added),
-    (
-        lambda app: app.config_from_object({"CELERY_SETNX_PREFIX": "soon"}, namespace="CELERY"),
-        by_its_spaced_name,
-    ),
-    (
-        lambda app: app.conf.update(broker_transport_options={"global_keyprefix": "soon:"}),
-        in_transport_options,
-    ),
-    (lambda app: None, in_transport_options),
-    (
-        lambda app: app.config_from_object(
-            type("Config", (), {"CELERY_SETNX_PREFIX": "soon"}), namespace="CELERY"
+@pytest.mark.parametrize(
+    ("change", "before"),  # what an app had when its locks were first used
+    [
+        ("in place", lambda app: app.conf.update(scoped())),
+        ("in place", lambda app: app.config_from_object(scoped())),
+        ("in place", lambda app: app.config_from_object(a_class(**scoped()))),
+        ("in place", lambda app: app.add_defaults(scoped())),
+        ("by defaults", lambda app: None),
+        ("in what was added", lambda app: app.add_defaults({"setnx_prefix": "soon"})),
+        ("in what was added", lambda app: app.add_defaults({"setnx_url": HERE})),
+        ("by its spaced name", lambda app: app.config_from_object(PREFIXED, **SPACED)),
+        (
+            "in transport options",
+            lambda app: app.conf.update(broker_transport_options={"global_keyprefix": "soon:"}),
         ),
-        in_the_object,
-    ),
-    (lambda app: app.config_from_object(type("Config", (), {}), namespace="CELERY"), in_the_object),
-    (lambda app: app.conf.update(timezone="UTC"), by_replacing_another),
-]
-
-
-@pytest.mark.parametrize(("before", "change"), CHANGES)
-def test_setting_that_changes_late_counts_for_all_who_ask(before, change):
+        ("in transport options", lambda app: None),
+        ("in the object", lambda app: app.config_from_object(a_class(**PREFIXED), **SPACED)),
+        ("in the object", lambda app: app.config_from_object(a_class(), **SPACED)),
+        ("by replacing another", lambda app: app.conf.update(timezone="UTC")),
+    ],
+)
+def test_setting_that_changes_late_counts_for_all_who_ask(change, before):
     """Again and again, for publishers, for workers and for what lists the locks."""
     app = new_app(setnx_url=HERE, broker=THERE)
     before(app)
@@ -296,9 +271,9 @@ def test_setting_that_changes_late_counts_for_all_who_ask(before, change):
         return [*keys, f"{prefix(app)}:", lines_of(app), f"{settings_of(app).prefix}:"]
 
     assert not any("late" in each for each in seen())
-    change(app)
+    CHANGES[change](app)
     found = seen()
-    starts = "setnx:{late" if change is in_place else "late"
+    starts = "setnx:{late" if change == "in place" else "late"
     assert [each.startswith(starts) for each in found[:2]] == [True] * 2, found
     assert found[2] == found[4] == found[0].partition("{")[0]
     assert found[3].startswith(found[2])
@@ -321,7 +296,7 @@ def test_setting_of_somebody_elses_that_changes_late_is_no_reason_for_a_new_clie
         def __eq__(self, other: object) -> bool:
             raise ValueError("ambiguous")
 
-    config = type("Config", (), {"setnx_url": HERE, "setnx_defaults": {"skip_result": Odd()}})
+    config = a_class(setnx_url=HERE, setnx_defaults={"skip_result": Odd()})
     app = new_app()
     app.config_from_object(config)
     app.conf.task_routes = {"t": {"queue": "a"}}
@@ -350,13 +325,8 @@ def test_setting_that_comes_late_in_a_wrong_spelling_is_refused():
     task = guarded_task(app)
     assert task.lock_key()
     app.conf.SETNX_PREFIX = "shop"
-    for ask in (
-        task.lock_key,
-        task.delay,
-        lambda: prefix(app),
-        lambda: next(locks_of(app)),
-        lambda: refuse(app),
-    ):
+    lists = (lambda: prefix(app), lambda: next(locks_of(app)), lambda: refuse(app))
+    for ask in (task.lock_key, task.delay, *lists):
         with pytest.raises(OptionError, match="no setting 'SETNX_PREFIX'; did you mean 'setnx_prefix'"):
             ask()
     app.conf.pop("SETNX_PREFIX")
@@ -382,9 +352,8 @@ def test_variable_that_nobody_reads_is_refused_where_workers_start(variable, mon
     """Unless the code has read it: then the setting is there."""
     monkeypatch.setenv(variable, HERE)
     name = variable.removeprefix("CELERY_").lower()
-    with pytest.raises(
-        OptionError, match=f"{variable} is in the environment, and nobody reads it: set {name}"
-    ):
+    said = f"{variable} is in the environment, and nobody reads it: set {name}"
+    with pytest.raises(OptionError, match=said):
         refuse_unread_environment(new_app().conf)
     assert any(variable in found.what for found in check(new_app(backend=HERE)) if found.level == "error")
     refuse_unread_environment(new_app(**{name: {}}).conf)
@@ -405,9 +374,8 @@ def test_variable_that_is_misspelt_is_refused(variable, meant, monkeypatch):
     app = new_app(backend=HERE)
     check_options(app)
     monkeypatch.setenv(variable, HERE)
-    with pytest.raises(
-        OptionError, match=f"{variable} is in the environment, and nobody reads it: set {meant}"
-    ):
+    said = f"{variable} is in the environment, and nobody reads it: set {meant}"
+    with pytest.raises(OptionError, match=said):
         check_options(new_app(backend=HERE))
     assert any(variable in found.what for found in check(new_app(backend=HERE)) if found.level == "error")
 
@@ -528,11 +496,8 @@ def test_broker_that_the_environment_divides_holds_no_locks(monkeypatch):
 
 def test_sentinels_that_are_named_in_another_order_are_one_place():
     """One text, a list, and with the scheme once."""
-    named = {
-        "broker_read_url": "sentinel://a:1/2;b:2",
-        "broker_write_url": ["sentinel://b:2/2", "sentinel://a:1"],
-    }
-    app = new_app(broker_transport_options={"master_name": "m"}, **named)
+    app = new_app(broker_transport_options={"master_name": "m"}, broker_read_url="sentinel://a:1/2;b:2")
+    app.conf.broker_write_url = ["sentinel://b:2/2", "sentinel://a:1"]
     assert client_for(app).connection_pool.connection_kwargs["db"] == 2
 
 
@@ -584,13 +549,12 @@ def test_command_line_and_environment_say_where_a_process_has_its_locks(
     code = f"from celery import Celery\napp = Celery('asked', broker='{nowhere}/0', backend='{nowhere}/1')\n"
     (tmp_path / f"{module}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    broker, backend = server.url(2), server.url(1)
     locks.set("setnx:{t:x}", "9999999999", ex=60)
-    given = {"options": ["-b", broker, "--result-backend", backend], "environment": []}
+    broker, backend = ["-b", server.url(2)], ["--result-backend", server.url(1)]
+    options = {"options": broker + backend, "environment": [], "result backend alone": backend}[way]
     if way == "environment":
-        monkeypatch.setenv("CELERY_BROKER_URL", broker)
-        monkeypatch.setenv("CELERY_RESULT_BACKEND", backend)
-    options = given.get(way, ["--result-backend", backend])
+        monkeypatch.setenv("CELERY_BROKER_URL", server.url(2))
+        monkeypatch.setenv("CELERY_RESULT_BACKEND", server.url(1))
     done = CliRunner().invoke(command_line, ["-A", module, *options, "setnx", "list", "--json"])
     assert done.exit_code == 0, done.output
     assert [row["key"] for row in json.loads(done.stdout)] == ["setnx:{t:x}"]

@@ -48,13 +48,9 @@ def hold(locks: redis.Redis, key: str = KEY, limit: int = 1, **info: Any) -> Any
     return SetnxLock(locks, key, info=about, limit=limit).acquire().lock
 
 
-def hold_many(locks: redis.Redis, count: int, limit: int, key: str = KEY, **info: Any) -> list[Any]:
+def hold_many(locks: redis.Redis, count: int, limit: int, key: str = KEY) -> list[Any]:
     """So many held permits of one lock, by number."""
-    found = []
-    for number in range(count):
-        about = {"task": "app.sync", "task_id": f"t-{number}", **info}
-        found.append(SetnxLock(locks, key, info=about, limit=limit).acquire().lock)
-    return found
+    return [hold(locks, key, limit, task_id=f"t-{number}") for number in range(count)]
 
 
 def queue(locks: redis.Redis, key: str = KEY, task_id: str = "t-2") -> Mark:
@@ -79,13 +75,6 @@ def fill(locks: redis.Redis, count: int) -> set[str]:
     return set(keys)
 
 
-def end_lease(locks: redis.Redis, name: str, record: str) -> None:
-    """Make a deadline a past one, of one permit alone."""
-    token, _deadline, *rest = locks.get(record).split("\n", 5)
-    locks.set(record, "\n".join([token, "1000000", *rest]), keepttl=True)
-    locks.set(name, "1", keepttl=True)
-
-
 @contextmanager
 def commands(locks: redis.Redis) -> Iterator[dict[str, int]]:
     """How often each command was called within the block."""
@@ -108,7 +97,6 @@ def commands(locks: redis.Redis) -> Iterator[dict[str, int]]:
 def test_process_of_a_running_holder_is_known_on_its_own_host(locks, where, process, abandoned):
     """One that is surely dead has left its lock, though the lease runs; a lock that rests is not left."""
     held = hold(locks, **where)
-    assert held is not None
     seen = look(locks, KEY)
     assert (seen.process, seen.is_abandoned, seen.is_stale) == (process, abandoned, False)
     assert (seen.holder.pid, seen.holder.as_dict()["pid"]) == (where["pid"], where["pid"])
@@ -208,9 +196,8 @@ def test_survey_sees_the_permits_of_a_lock_as_one(locks):
     held = hold_many(locks, 3, limit=5)
     (seen,) = survey(locks, "t")
     assert (seen.key, seen.scope, seen.digest, seen.limit) == (KEY, "app.sync", digest([7]), 5)
-    assert [(one.permit, one.token, one.fence) for one in seen.holders] == [
-        (one.permit, one.token, one.fence) for one in held
-    ]
+    each = [(one.permit, one.token, one.fence) for one in held]
+    assert [(one.permit, one.token, one.fence) for one in seen.holders] == each
     assert [one.permit for one in held] == [0, 1, 2]
     assert look(locks, KEY).holders == seen.holders
     assert [one.holder.task_id for one in seen.of_each()] == ["t-0", "t-1", "t-2"]
@@ -246,32 +233,29 @@ def test_survey_sees_permits_beyond_a_limit_that_was_lowered(locks):
 )
 def test_holder_of_several_is_the_one_that_needs_a_look_first(locks, foreign_keys, trouble, first):
     """A lease that has ended, a dead process, a value that never ends, or else who has held for longest."""
-    hold_many(locks, 2, limit=4)
+    held = hold_many(locks, 2, limit=4)
     if trouble in ("dead", "stale and dead"):
-        assert hold(locks, KEY, limit=4, task_id="t-2", **{**identity(), "start": 0}).permit == 2
+        held.append(hold(locks, limit=4, task_id="t-2", **{**identity(), "start": 0}))
     if trouble == "foreign":
-        foreign_keys.add(permit_names(KEY, 3)[0])
-        locks.set(permit_names(KEY, 3)[0], "maintenance")
+        foreign_keys.add(f"{KEY}#3")
+        locks.set(f"{KEY}#3", "maintenance")
     if trouble == "stale and dead":
-        name, record = permit_names(KEY, 1)
-        end_lease(locks, name, record)
+        age(locks, KEY, 30, living=[held[0].token, held[2].token])
     (seen,) = survey(locks, "t")
     assert seen.holder.task_id == first
     assert seen.is_abandoned == (trouble in ("dead", "stale and dead"))
     assert seen.is_stale == (trouble == "stale and dead")
-    assert len(seen.holders) == {None: 2, "stale and dead": 3}.get(trouble, 3)
+    assert len(seen.holders) == (3 if trouble else 2)
 
 
 def test_survey_sees_a_permit_that_is_no_string(locks):
     """Another program's hash in a permit's place is in the way of that permit alone."""
-    hold_many(locks, 1, limit=3)
-    locks.hset(permit_names(KEY, 2)[0], "a", "b")
-    locks.expire(permit_names(KEY, 2)[0], 60)
+    hold(locks, limit=3)
+    locks.hset(f"{KEY}#2", "a", "b")
+    locks.expire(f"{KEY}#2", 60)
     for seen in (*survey(locks, "t"), look(locks, KEY)):
-        assert [(one.permit, one.state, one.value == NOT_TEXT) for one in seen.holders] == [
-            (0, "running", False),
-            (2, "foreign", True),
-        ]
+        told = [(one.permit, one.state, one.value == NOT_TEXT) for one in seen.holders]
+        assert told == [(0, "running", False), (2, "foreign", True)]
 
 
 @pytest.mark.parametrize("text", ["999999999999 5", "-1 5", "0 0", "maintenance", "5", ""])
@@ -300,9 +284,7 @@ def test_survey_of_locks_with_one_permit_asks_what_it_did():
 def start(locks: redis.Redis, count: int, limit: int = 1, rate: tuple[int, float] = (2, 60)) -> None:
     """So many calls that have started and ended."""
     for _ in range(count):
-        lock = SetnxLock(locks, KEY, info={"task": "app.sync"}, limit=limit, rate=rate).acquire().lock
-        assert lock is not None
-        lock.release()
+        SetnxLock(locks, KEY, info={"task": "app.sync"}, limit=limit, rate=rate).acquire().lock.release()
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -313,10 +295,7 @@ def test_survey_sees_the_starts_of_a_free_lock(locks, count):
         assert (seen.key, seen.holder, seen.mark, seen.waiting) == (KEY, None, None, 0)
         assert (seen.terms, seen.limit, seen.started) == (Terms(1, 2, 60.0), 1, count)
         assert seen.is_paced == (count == 2)
-        if count == 2:
-            assert seen.next_start == pytest.approx(seen.starts[0] + 60, abs=1e-5)
-        else:
-            assert seen.next_start is None
+        assert seen.next_start == (pytest.approx(seen.starts[0] + 60, abs=1e-5) if count == 2 else None)
     assert len(list(survey(locks, "t"))) == 1
 
 
@@ -421,9 +400,8 @@ def test_survey_of_20_000_locks_takes_few_commands():
     """Each lock once, by SCAN and MGET in batches; never KEYS, and nothing per lock."""
     with EmbeddedServer() as own, redis.Redis(port=own.port, decode_responses=True) as locks:
         keys = fill(locks, 20_000)
-        locks.config_resetstat()
-        seen = [sighting.key for sighting in survey(locks, "t")]
-        called = {name[8:]: stat["calls"] for name, stat in locks.info("commandstats").items()}
+        with commands(locks) as called:
+            seen = [sighting.key for sighting in survey(locks, "t")]
     assert len(seen) == len(keys)
     assert set(seen) == keys
     assert called["mget"] == len(keys) / BATCH
