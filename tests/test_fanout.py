@@ -233,30 +233,21 @@ def test_calls_may_be_tuples_lists_mappings_and_signatures(fan, broker):
     assert [message["body"][:2] for message in queued(broker)] == [[*both] for both in zip(args, kwargs)]
 
 
-def test_call_that_the_iterable_uses_again_is_its_own(fan, broker):
-    """A list or mapping that changes after it was drawn is sent as it was."""
-
-    def calls() -> Iterator[Any]:
-        row: list[Any] = ["", 0]
-        for number in range(3):
-            row[:] = [f"k{number}", number]
-            yield row
-
-    fan.once.fan_out(calls())
-    assert [message["body"][0] for message in queued(broker)] == [["k0", 0], ["k1", 1], ["k2", 2]]
-
-
-def test_call_is_sent_as_it_was_drawn_to_its_depth(fan, broker, sending):
-    """A nested object that changes after it was drawn: each call has its own key, and its own state."""
+@pytest.mark.parametrize("kind", [list, dict])
+def test_call_is_sent_as_it_was_drawn_to_its_depth(fan, broker, sending, kind):
+    """A call, or what is in it, that the iterable changes and uses again: each has its own key and state."""
 
     def calls() -> Iterator[Any]:
         order = {"lines": [0]}
+        row: Any = [order, 0] if kind is list else {"name": order, "more": 0}
         for number in range(4):
             order["lines"][0] = number
-            yield {"name": order}
+            row["more" if kind is dict else 1] = number
+            yield row
 
     assert counted(fan.once.fan_out(calls())) == (4, 0, 0)
-    assert [message["body"][1]["name"]["lines"] for message in queued(broker)] == [[n] for n in range(4)]
+    sent = [[*args, *kwargs.values()] for args, kwargs, _ in (each["body"] for each in queued(broker))]
+    assert sent == [[{"lines": [number]}, number] for number in range(4)]
 
 
 ENDLESS: list[Any] = []
