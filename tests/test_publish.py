@@ -27,7 +27,6 @@ from celery_setnx.testing import pass_time
 from tests import markapp_publishers
 from tests.conftest import LOCK_DB
 from tests.harness import lock_keys, raising, server_us, wait_until
-from tests.proxy import Proxy
 
 BROKER_DB = 5
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -444,26 +443,24 @@ def test_unreachable_lock_server_lets_calls_be_sent(apps, app, broker, caplog):
     assert "its run is guarded" in warning.getMessage()
 
 
-def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(apps, server, locks, queued, caplog):
+def test_mark_whose_reply_is_lost_for_good_is_still_the_calls_own(apps, proxy, locks, queued, caplog):
     """Whether the key is marked is unknown: the call is sent, and the mark, if there is one, is its own."""
-    with Proxy(server.port) as proxy:
-        task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
-        task.delay("warm")
-        with proxy.fault("drop_reply", containing=mark_of(task, "a").encode(), times=9):
-            result = task.delay("a")
-        assert queued()[0] == result.id
-        assert locks.get(mark_of(task, "a")) == result.id
-        assert locks.pttl(mark_of(task, "a")) <= 10_000
-        assert task.delay("a").id == result.id
+    task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
+    task.delay("warm")
+    with proxy.fault("drop_reply", containing=mark_of(task, "a").encode(), times=9):
+        result = task.delay("a")
+    assert queued()[0] == result.id
+    assert locks.get(mark_of(task, "a")) == result.id
+    assert locks.pttl(mark_of(task, "a")) <= 10_000
+    assert task.delay("a").id == result.id
     assert "is published without asking whether it is a duplicate" in caplog.text
 
 
-def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, server, locks, queued, seen, caplog):
+def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, proxy, locks, queued, seen, caplog):
     """The message is sent, a warning says that the mark lapses early, and nothing is raised."""
-    with Proxy(server.port) as proxy:
-        task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
-        seen(lambda **_details: proxy.close())
-        result = task.delay("a")
+    task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
+    seen(lambda **_details: proxy.close())
+    result = task.delay("a")
     assert queued() == [result.id]
     assert locks.pttl(mark_of(task, "a")) <= 10_000
     (warning,) = caplog.records
