@@ -655,18 +655,6 @@ def test_text_in_place_of_a_record_is_refused(wire, locks, name):
         FullClient(wire(), name).acquire()
 
 
-def test_number_beyond_all_times_is_held(wire, locks, foreign_keys):
-    """A classic client that writes milliseconds is respected, and reported, and never taken over."""
-    foreign_keys.add("lock.foo")
-    locks.set("lock.foo", wire().time() // 1000)
-    rival = FullClient(wire(), "lock.foo")
-    assert rival.acquire() == "held"
-    assert rival.deadline_us == 100_000_000_001 * 1_000_000
-    locks.set("lock.foo", "maintenance")
-    assert rival.acquire() == "held"
-    assert rival.deadline_us == 0
-
-
 def test_classic_client_and_ours_exclude_each_other(wire, locks, foreign_keys, name):
     """Four commands suffice, in both directions."""
     foreign_keys.add(name)
@@ -681,23 +669,6 @@ def test_classic_client_and_ours_exclude_each_other(wire, locks, foreign_keys, n
     assert not classic.acquire()
     assert held.release() == "released"
     assert classic.acquire()
-
-
-def test_classic_client_is_one_holder_among_several(wire, locks, foreign_keys, name):
-    """It has permit 0, or waits for it, whatever the others do; ours have those that are left."""
-    foreign_keys.add(name)
-    classic = ClassicClient(wire(), name)
-    assert classic.acquire()
-    ours = [SetnxLock(locks, name, limit=3).acquire() for _ in range(3)]
-    assert [outcome.acquired for outcome in ours] == [True, True, False]
-    assert [outcome.lock.permit for outcome in ours[:2]] == [1, 2]
-    assert [holder.state for holder in SetnxLock(locks, name, limit=3).holders()] == [
-        "foreign", "running", "running",
-    ]  # fmt: skip
-    classic.release()
-    assert SetnxLock(locks, name, limit=3).acquire().lock.permit == 0
-    assert [outcome.lock.release() for outcome in ours[:2]] == ["released"] * 2
-    assert not classic.acquire(), "two permits are free, and it knows of neither"
 
 
 def test_classic_client_may_give_its_lock_a_ttl(wire, locks, name):
