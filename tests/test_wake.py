@@ -177,10 +177,14 @@ def test_calls_of_two_brokers_alternate_in_one_line(locks, a, b):
     for place, (at, task_id) in enumerate([(a, "a1"), (b, "b1"), (a, "a2"), (b, "b2")]):
         at.waits(task_id, 10.0 + place)
     a.serve()
-    for here, other, task_id in [(a, b, "a1"), (b, a, "b1"), (a, b, "a2"), (b, a, "b2")]:
-        for at in (other, here, here):
-            at.step.sweep(at.app)
+    assert a.sent() == ["a1"]
+    a.ends(a.begins(locks, "a1"))
+    for here, other, task_id in [(b, a, "b1"), (a, b, "a2"), (b, a, "b2")]:
+        other.step.sweep(other.app)
+        assert (here.sent(), other.sent()) == ([], [])
         assert SetnxLock(locks, a.key()).holder().task_id == task_id
+        for _ in range(2):
+            here.step.sweep(here.app)
         assert (here.sent(), other.sent()) == ([task_id], [])
         here.ends(here.begins(locks, task_id))
 
