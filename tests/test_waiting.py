@@ -529,29 +529,17 @@ def test_thousand_publishes_while_one_runs_are_one_more_run(stage, journal, lock
 # What is seen of it
 
 
-def test_locked_tells_who_waits_where_and_for_how_long(stage, journal):
-    """Holder, number of waiters, and the place and age of each."""
-    first = stage.held()
-    began = time.monotonic()
-    results = stage.line_up(3)
-    holder = stage.tasks.work.locked(stage.key)
-    assert (holder.task_id, holder.waiting) == (first.id, 3)
-    assert [(w.place, w.task_id) for w in holder.waiters] == [(n, r.id) for n, r in enumerate(results, 1)]
-    ages = [waiter.age_s for waiter in holder.waiters]
-    assert ages == sorted(ages, reverse=True)
-    assert 0 < ages[-1] < ages[0] < time.monotonic() - began + 0.1
-    assert [entry["place"] for entry in journal.entries(what="waiting")] == [1, 2, 3]
-    stage.open()
-    stage.have_run([first, *results])
-    wait_until(lambda: stage.tasks.work.locked(stage.key) is None, "nobody has the lock")
-
-
 @pytest.mark.parametrize("name", ["decided", "silent"])
 def test_calls_wait_by_a_policy_of_their_own_and_without_a_result(stage, journal, name):
-    """conflict.wait() parks as on_conflict="wait" does, and so does ignore_result: in order, once."""
+    """conflict.wait() parks as on_conflict="wait" does, and so does ignore_result: in order, once.
+
+    Who has the lock and who waits is seen, and each is told its place.
+    """
     task = getattr(stage.tasks, name)
     calls = [stage.held(task=task), *stage.line_up(3, task=task)]
-    assert task.locked(stage.key).waiting == 3
+    holder = task.locked(stage.key)
+    assert [each.task_id for each in (holder, *holder.waiters)] == [call.id for call in calls]
+    assert [entry["place"] for entry in journal.entries(what="waiting")] == [1, 2, 3]
     stage.open()
     for call in calls:
         journal.wait_for("postrun", task_id=call.id, state="SUCCESS")
