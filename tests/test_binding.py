@@ -112,9 +112,19 @@ class Awaiting(Task):  # type: ignore[misc]
         return asyncio.run(super().__call__(*args, **kwargs))
 
 
+class Locked(Task):  # type: ignore[misc]
+    """Another library's, with an attribute of the same name."""
+
+    abstract = True
+    singleton = None
+
+
 def of(*bases: type, **attributes: Any) -> type:
     """An abstract SingletonTask that is also these."""
     return type("Mixed", (*bases, SingletonTask), {"abstract": True, **attributes})
+
+
+BOTH = type("Both", (SingletonTask, Awaiting), {"abstract": True})
 
 
 async def awaitable(a: Any = 1, b: Any = 2) -> str:
@@ -174,7 +184,8 @@ REFUSED = [
     ({}, {"Strategy": "celery.worker.strategy:hybrid_to_proto2"}, "a Strategy of its own"),
     *(({}, {"function": function}, "tasks.t is an? (async def|generator)") for function in UNRUN.values()),
     ({}, {"function": awaitable, "pydantic": True}, "is an async def"),
-    # Nobody would read them.
+    # Nobody would read them, and nothing would be locked.
+    ({"key": "a"}, {"base": Task}, "has singleton={'key': 'a'}, but is no SingletonTask: .* add base=Single"),
     ({}, {"on_conflict": "wait", "key": "a"}, r"write singleton={'key': 'a', 'on_conflict': 'wait'}"),
     ({"key": "a"}, {"dedupe": "until_done"}, "has dedupe outside of singleton={...}, where nobody reads"),
     ({}, {"base": of(on_conflict=print)}, "has on_conflict outside of"),
@@ -199,48 +210,50 @@ FINE = [
     {"base": of(Counting)},
     {"function": awaiting},
     # The base class that stands below ours runs the coroutine.
-    {"base": type("Both", (SingletonTask, Awaiting), {"abstract": True}), "function": awaitable},
+    {"base": BOTH, "function": awaitable},
     # Celery's own, and what a task may have for itself.
     {"rate_limit": "5/s", "max_retries": 3, "default_retry_delay": 5},
     {"key": "a", "lease": 5, "once": {}, "unique_on": "a"},
     {"base": of(type("Deduping", (Task,), {"abstract": True, "dedupe": True}))},  # which reads that itself
     *({"base": of(dedupe=code)} for code in (nothing, property(nothing), functools.cached_property(nothing))),
+    # Only a mapping of nothing but our options, that no base class knows, can be meant for us alone.
+    {"base": Locked, "singleton": {"key": "a"}},
+    *({"base": Task, "singleton": their} for their in (True, {"key": "a", "ttl": 5}, {})),
+    {"base": Task, "on_conflict": "wait"},
+    # What is skipped is stored, where the serializer is known, or never.
+    {"singleton": {"skip_result": {"a": [1, None]}}},
+    *(
+        {"singleton": {"skip_result": object()}, "conf": {"result_serializer": serializer}}
+        for serializer in ("pickle", "one of the workers")
+    ),
+    {"singleton": {"skip_result": object()}, "ignore_result": True},
 ]
-
-
-@pytest.mark.parametrize(
-    ("skip_result", "task"),
-    [
-        ({"a": [1, None]}, {}),
-        (object(), {"conf": {"result_serializer": "pickle"}}),
-        (object(), {"conf": {"result_serializer": "one of the workers"}}),
-        (object(), {"ignore_result": True}),
-    ],
-)
-def test_skip_result_that_can_be_stored_or_never_is_is_bound(app, skip_result, task):
-    """Where the serializer is known."""
-    app.guarded(singleton={"skip_result": skip_result}, **task)
-    check(app)
-
-
-def test_skip_result_of_one_call_is_refused_where_it_is_published(app):
-    """It would travel in the message."""
-    task = app.guarded()
-    with pytest.raises(OptionError, match=r"skip_result of tasks\.t cannot be stored"):
-        task.apply_async((1,), singleton={"skip_result": object()})
 
 
 @pytest.mark.parametrize("task", FINE)
 def test_task_that_may_be_meant_so_is_bound(app, task):
     """Nothing is refused that works, or that may be another's."""
     app.guarded(**task)
-    app.finalize()
+    check(app)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"singleton": {"skip_result": object()}}, r"skip_result of tasks\.t cannot be stored"),
+        ({"singleton": JOIN, "ignore_result": True}, "on_conflict='join' and ignore_result"),
+    ],
+    ids=["skip_result", "join"],
+)
+def test_options_of_one_call_are_held_to_the_same_rules(app, options, message):
+    """They would travel in the message."""
+    with pytest.raises(OptionError, match=message):
+        app.guarded().apply_async((1,), **options)
 
 
 def test_coroutine_that_a_base_class_runs_has_its_lock(app, server, locks):
     """As that class stands below ours: the lock is given back when it has run."""
     app.conf.setnx_url = server.url(1)
-    base = type("Both", (SingletonTask, Awaiting), {"abstract": True})
     held: list[Any] = []
 
     async def body(a: Any) -> str:
@@ -248,7 +261,7 @@ def test_coroutine_that_a_base_class_runs_has_its_lock(app, server, locks):
         held.append(current_lock())
         return "awaited"
 
-    task = app.guarded(body, base=base)
+    task = app.guarded(body, base=BOTH)
     app.finalize()
     with guarded(app):
         assert task.apply([1]).get() == "awaited"
@@ -270,21 +283,6 @@ def test_binding_imports_no_request():
     assert found.stdout == "celery_setnx.request:SingletonRequest False\n", found.stderr
 
 
-@pytest.mark.parametrize("base", [Batching, Starting])
-def test_decorated_function_needs_celerys_own_strategy(app, base):
-    """Its body is called with other arguments, and outside of any call."""
-    app.decorated(task={"base": base})
-    with pytest.raises(OptionError, match="trategy of its own"):
-        check(app)
-
-
-@pytest.mark.parametrize("function", UNRUN.values(), ids=UNRUN)
-def test_decorator_refuses_what_has_not_run_when_it_returns(function):
-    """At the line that has it."""
-    with pytest.raises(OptionError, match=r"is an? (async def|generator)"):
-        singleton(key="a")(function)
-
-
 def test_coroutine_that_a_body_returns_fails_the_task(app, server):
     """A decorator that only hands on what an `async def` gives cannot be told from one that runs it."""
     app.conf.setnx_url = server.url(1)
@@ -295,16 +293,6 @@ def test_coroutine_that_a_body_returns_fails_the_task(app, server):
         for task in tasks:
             with pytest.raises(OptionError, match=f"{task.name} returns a coroutine"):
                 task.apply(throw=True)
-
-
-FORGOTTEN = "tasks.t has singleton={'key': 'a'}, but is no SingletonTask: .* add base=SingletonTask"
-
-
-def test_options_without_the_base_class_are_refused(app):
-    """Nobody would read them, and nothing would be locked."""
-    app.guarded(base=Task, singleton={"key": "a"})
-    with pytest.raises(OptionError, match=FORGOTTEN):
-        check(app)
 
 
 @pytest.mark.parametrize("task", [{"singleton": {"key": "a"}}, {"decorated": {"dedupe": "until_done"}}])
@@ -329,29 +317,6 @@ def test_options_of_a_call_outside_of_singleton_are_refused(app, published):
         OptionError, match=r"a call of tasks.t has key, dedupe .* write singleton={'key': 'a', 'd"
     ):
         publish[published]([], dedupe="until_done", key="a")
-
-
-class Locked(Task):  # type: ignore[misc]
-    """Another library's, with an attribute of the same name."""
-
-    abstract = True
-    singleton = None
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        {"base": Locked, "singleton": {"key": "a"}},
-        {"singleton": True},
-        {"singleton": {"key": "a", "ttl": 5}},
-        {"singleton": {}},
-        {"on_conflict": "wait"},
-    ],
-)
-def test_attribute_of_a_plain_task_may_be_anothers(app, task):
-    """Only a mapping of nothing but our options, that no base class knows, can be meant for us alone."""
-    app.guarded(**{"base": Task, **task})
-    app.finalize()
 
 
 @pytest.mark.parametrize("run", [awaitable, staticmethod(functools.partial(awaitable, b=3))])
@@ -391,12 +356,19 @@ def test_decorator_above_the_task_explains_the_order(app):
             decorator(found)
 
 
-def test_decorator_refuses_bad_options_at_once():
-    """The typo is reported at the line that has it."""
-    with pytest.raises(OptionError, match="did you mean 'lease'"):
-        singleton(leese=1)(nothing)
-    with pytest.raises(OptionError, match="guards a task's function, not 5"):
-        singleton(5)
+@pytest.mark.parametrize(
+    ("decorate", "message"),
+    [
+        (lambda: singleton(leese=1)(nothing), "did you mean 'lease'"),
+        (lambda: singleton(5), "guards a task's function, not 5"),
+        *((partial(singleton(key="a"), each), r"is an? (async def|generator)") for each in UNRUN.values()),
+    ],
+    ids=["option", "function", *UNRUN],
+)
+def test_decorator_refuses_what_it_cannot_guard_at_once(decorate, message):
+    """A typo, or what has not run when it returns, is reported at the line that has it."""
+    with pytest.raises(OptionError, match=message):
+        decorate()
 
 
 def test_decorator_works_without_parentheses(app):
@@ -423,6 +395,8 @@ MAY_RAISE = [{"on_conflict": "raise"}, {"on_conflict": "retry", "max_wait": 5}]
         ({"hold_on_retry": True}, {}, "add base=SingletonTask"),
         ({"on_conflict": "wait"}, {}, "on_conflict='wait' of .* add base=SingletonTask"),
         ({"on_conflict": "join"}, {}, "on_conflict='join' of .* add base=SingletonTask"),
+        # Its body is called with other arguments, and outside of any call.
+        *[({}, {"base": base}, "trategy of its own") for base in (Batching, Starting)],
         ({"rate": "10/m"}, {}, "a rate with on_conflict='auto' of .* add base=SingletonTask"),  # which waits
         # autoretry_for would retry our error
         *[(options, task, "add base=SingletonTask") for options in MAY_RAISE for task in MATCHING],
@@ -436,10 +410,17 @@ def test_decorated_function_is_refused_what_needs_the_base_class(app, options, t
         check(app)
 
 
-def test_decorated_function_may_have_a_rate_that_nobody_waits_for(app):
-    """A call that its pace keeps out does as it is told."""
-    for policy in ("skip", "retry", "raise"):
-        app.decorated(task={"name": policy}, rate="10/m", on_conflict=policy)
+SPARED = ({"autoretry_for": (ValueError,)}, {**MATCHING[0], "dont_autoretry_for": (AlreadyRunning,)})
+PACED = [{"rate": "10/m", "on_conflict": policy} for policy in ("skip", "retry", "raise")]
+
+
+@pytest.mark.parametrize(
+    ("options", "task"),
+    [*((options, {}) for options in PACED), *(({"on_conflict": "raise"}, task) for task in SPARED)],
+)
+def test_decorated_function_may_have_what_needs_no_base_class(app, options, task):
+    """A rate that nobody waits for; an autoretry that does not match, or spares our error."""
+    app.decorated(task=task, **options)
     check(app)
 
 
@@ -448,25 +429,9 @@ def test_callable_of_a_decorated_function_cannot_wait(app, server):
     app.conf.setnx_url = server.url(1)
     task = app.decorated(on_conflict=lambda conflict: conflict.wait())
     app.finalize()
-    with (
-        guarded(app),
-        hold(app.tasks["tasks.t"], 1),
-        pytest.raises(OptionError, match=r"conflict.wait\(\) of"),
-    ):
+    refused = pytest.raises(OptionError, match=r"conflict.wait\(\) of")
+    with guarded(app), hold(app.tasks["tasks.t"], 1), refused:
         task.apply([1], throw=True)
-
-
-@pytest.mark.parametrize(
-    "task",
-    [
-        {"autoretry_for": (ValueError,)},
-        {"autoretry_for": (Exception,), "dont_autoretry_for": (AlreadyRunning,)},
-    ],
-)
-def test_decorated_raise_under_another_autoretry_is_fine(app, task):
-    """An autoretry that does not match, or spares our error, is no trouble."""
-    app.decorated(task=task, on_conflict="raise")
-    app.finalize()
 
 
 ANY_WAIT = [{}, {"max_wait": 5}, {"max_wait": 0}, {"dedupe": "until_done"}]
@@ -491,12 +456,6 @@ def test_join_without_a_lasting_result_stops_the_worker(app, backend):
     app.finalize()  # a producer needs no results
     with pytest.raises(OptionError, match="needs a result backend that all workers can read"):
         start_worker_of(app)
-
-
-def test_single_call_cannot_join_what_is_not_stored(app):
-    """The option of one call is held to the same rule, when it is published."""
-    with pytest.raises(OptionError, match="on_conflict='join' and ignore_result"):
-        app.guarded().apply_async(ignore_result=True, singleton={"on_conflict": "join"})
 
 
 def test_our_errors_are_expected_of_both_kinds(app):

@@ -57,7 +57,7 @@ def tasks(request, app, locks, journal, broker) -> Iterator[Any]:
     wait_until(lambda: not messages(broker), "every message used up")
     # One that another's release has let in may be about to begin.
     wait_until(lambda: len(bodies(journal, what="end")) == len(bodies(journal)), "every body ended")
-    wait_until(lambda: not marks(locks) and not held(locks), "no mark and no lock left")
+    wait_until(lambda: not marks(locks) and not [*locks.scan_iter("setnx:{*}")], "no mark and no lock left")
     assert_one_at_a_time(journal)
     assert journal.entries(what="lapsed") == []
 
@@ -113,11 +113,6 @@ def messages(broker: redis.Redis) -> int:
 def marks(locks: redis.Redis) -> set[str]:
     """The task ids of all marks."""
     return {locks.get(key) or "" for key in locks.scan_iter("*:queued")}
-
-
-def held(locks: redis.Redis) -> set[str]:
-    """The locks that are there."""
-    return set(locks.scan_iter("setnx:{*}"))
 
 
 def bodies(journal: Journal, result: AsyncResult | None = None, what: str = "start") -> list[dict[str, Any]]:

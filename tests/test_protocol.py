@@ -387,10 +387,8 @@ def test_script_that_is_sent_again_does_nothing_twice(wire, locks, name):
     assert [producer.not_sent("a") for _ in range(2)] == ["freed", "lost"]
 
 
-BESIDE = ("line", "calls", "queued", "ticket:5f1c0a", "permits")
 LINE = "t:{proj.settle:0}"
 LINE_KEYS = tuple(LINE + suffix for suffix in ("", ":holder", ":line", ":calls"))
-PASSED_OVER = 4_000_000_000_000_000
 
 
 @pytest.fixture
@@ -447,46 +445,14 @@ def test_line_beside_a_free_lock_is_passed_by_no_newcomer(wire, locks, left):
 
 
 def test_service_hands_the_lock_to_the_first_in_line(sweeper, left):
-    """The answer, and the record until the first comes; sent again, it does nothing twice."""
+    """The answer, and the record until the first comes."""
     served = sweeper.serve(LINE, token="service")
     assert (served.word, served.value, served.heir, served.call) == ("handed", None, "first", "call of first")
     assert served.next_us == served.now_us + 10_000_000
     _value, record = left.seen()
     assert record == Record("service", served.next_us, left.fence, "handed", served.now_us, "first")
-    again = sweeper.serve(LINE, token="service")
-    assert (again.word, again.heir, again.next_us) == ("handed", "first", served.next_us)
-    other = sweeper.serve(LINE)
-    assert (other.word, other.heir, other.call, other.next_us) == ("held", None, None, served.next_us)
+    assert sweeper.serve(LINE).next_us == served.next_us, "nobody else is handed it by then"
     assert left.acquire() == "held"
-
-
-def test_service_takes_over_from_the_dead(sweeper, wire, park):
-    """On proof at once, and past the deadline; the record says whose the lock was."""
-    dead = FullClient(wire(), LINE, is_task_lock=True)
-    dead.acquire()
-    park("first", 1)
-    assert sweeper.serve(LINE).word == "held"
-    served = sweeper.serve(LINE, dead=dead.token)
-    assert (served.word, served.heir) == ("taken_over", "first")
-    assert served.record is not None
-    assert Record.parsed(served.record).token == dead.token
-
-
-def test_call_that_does_not_come_is_passed_over(sweeper, locks, left):
-    """It is out of the line for a lease, and counts as nobody who waits; then it stands where it stood."""
-    sweeper.serve(LINE)
-    served = sweeper.serve(LINE, away="first")
-    assert (served.word, served.heir) == ("handed", "second")
-    back_us = served.now_us + sweeper.lease_us
-    assert locks.hget(f"{LINE}:calls", "first") == "1|1|call of first"
-    assert locks.zscore(f"{LINE}:line", "first") == PASSED_OVER + back_us
-    assert left.server.run("look", (*LINE_KEYS[:3], f"{LINE}:permits"))[1] == "0"
-    served = sweeper.serve(LINE, away="second")
-    assert (served.word, served.heir, served.next_us) == ("empty", None, back_us)
-    locks.zadd(f"{LINE}:line", {"first": PASSED_OVER + 1})
-    assert sweeper.serve(LINE).heir == "first"
-    sweeper.serve(LINE, away="first")
-    assert locks.hget(f"{LINE}:calls", "first") == "2|1|call of first"
 
 
 def test_call_that_is_woken_late_passes_the_one_that_the_lock_is_handed_to(sweeper, locks, park, left):
@@ -521,31 +487,22 @@ def test_call_that_leaves_passes_on_what_is_handed_to_it(sweeper, locks, left):
 
 @pytest.mark.clock
 def test_line_that_is_due_is_claimed_by_one_who_has_the_task(wire, locks, sweeper):
-    """An entry never becomes later; a claim lasts for two seconds; what has changed is not settled."""
-    (name, epoch_name), epoch = (
-        due_names(sweeper.lines, "proj.settle"),
-        sweeper.note("proj.settle", LINE, 60_000_000),
-    )
+    """By one at a time; what has changed since is not settled."""
+    name, epoch_name = due_names(sweeper.lines, "proj.settle")
+    epoch = sweeper.note("proj.settle", LINE, 60_000_000)
     assert sweeper.claim() == (epoch, [])
     assert sweeper.note("proj.settle", LINE, 0) == epoch
-    sweeper.note("proj.settle", LINE, 60_000_000)
-    stranger = Sweeper(wire(), sweeper.lines, ("proj.other",))
+    stranger, twin = (Sweeper(wire(), sweeper.lines, (task,)) for task in ("proj.other", "proj.settle"))
     assert stranger.claim() == (epoch, [])
     assert sweeper.claim() == (epoch, [("proj.settle", LINE)])
+    assert twin.claim() == (epoch, [])
     assert locks.zscore(name, LINE) == int(sweeper.claimed)
     assert locks.get(epoch_name) == epoch
-    assert all(0 < locks.pttl(key) <= client.LINES_MS for key in (name, epoch_name))
-    twin = Sweeper(wire(), sweeper.lines, ("proj.settle",))
-    assert twin.claim() == (epoch, [])
-    sweeper.note("proj.settle", LINE, 60_000_000)
-    assert sweeper.settle("proj.settle", LINE, 60_000_000) == "changed"
     sweeper.note("proj.settle", LINE, 0)
+    assert sweeper.settle("proj.settle", LINE, 60_000_000) == "changed"
     wait_until(lambda: sweeper.claim()[1], "it is due")
     assert sweeper.settle("proj.settle", LINE, 60_000_000) == "settled"
     assert sweeper.claim() == (epoch, [])
-    locks.zadd(name, {LINE: 1})
-    sweeper.note("proj.settle", f"{LINE}\nother", 60_000_000)
-    assert sweeper.claim() == (epoch, []), "nobody has looked at it for eight days"
 
 
 def test_first_who_asks_runs_instead(wire):
@@ -626,33 +583,9 @@ def test_full_clients_and_ours_share_the_permits_of_a_lock(wire, locks, name):
     assert fourth.acquire() == "acquired"
     assert fourth.permit == 1
     assert fourth.fence > second.fence
+    assert FullClient(wire(), name, limit=2).acquire() == "held", "it asks again, by the names of all three"
     assert [first.release(), third.release(), fourth.release()] == ["released"] * 3
     assert SetnxLock(locks, name, limit=3).holders() == []
-
-
-def test_client_that_names_too_few_permits_is_told_how_many_are_in_use(wire, locks, name):
-    """And asks again with as many; its own limit stays: what is beyond it is free for nobody of its kind."""
-    holders = [FullClient(wire(), name, limit=3) for _ in range(3)]
-    assert [holder.acquire() for holder in holders] == ["acquired"] * 3
-    newcomer = FullClient(wire(), name, limit=2)
-    arguments = ("5f1c0a", LONG_US, client.RETENTION_MS, "{}", "", "-", 0, 0, 0, 0, 2)
-    for count in (1, 2):
-        told = newcomer.server.run("acquire", permits_of(name, count), *arguments, of_several=count > 1)
-        assert told == ["more", "3"]
-    assert newcomer.acquire() == "held"
-    assert holders[2].release() == "released"
-    assert newcomer.acquire() == "held"
-    assert locks.get(names.permits_name(name)) == "2 2"
-    assert holders[0].release() == "released"
-    assert newcomer.acquire() == "acquired"
-    assert newcomer.permit == 0
-
-
-def permits_of(name: str, count: int) -> tuple[str, ...]:
-    """The KEYS of an acquire that names so many permits."""
-    beside = tuple(f"{client.record_name(name).removesuffix(':holder')}:{what}" for what in BESIDE)
-    starts = (names.starts_name(name),) if count > 1 else ()
-    return (*client.permit_names(name, 0), *beside, *starts, *names.other_permits(name, count))
 
 
 MINUTE_US = 60_000_000
@@ -678,13 +611,11 @@ def test_full_clients_and_ours_share_the_pace_of_a_lock(wire, locks, name):
 
 
 def test_start_that_is_taken_back_counts_no_more(wire, locks, name):
-    """And one of a client without a rate never does."""
+    """It is as if it had never been."""
     paced = [FullClient(wire(), name, rate=(1, MINUTE_US)) for _ in range(2)]
     assert paced[0].acquire() == "acquired"
     assert paced[0].take_start_back() == 1
     assert paced[0].release() == "released"
-    plain = FullClient(wire(), name)
-    assert [plain.acquire(), plain.release()] == ["acquired", "released"]
     assert paced[1].acquire() == "acquired"
     assert paced[1].release() == "released"
     assert paced[0].acquire() == "paced"
@@ -717,38 +648,11 @@ def test_sweep_says_when_the_next_line_is_due_that_is_paced(sweeper):
     assert 0 < sweeper.next_us <= 1_900_000
 
 
-def test_service_hands_over_one_permit_after_the_other(sweeper, wire, park):
-    """And says that it is time to look again, while a permit is free and somebody waits."""
-    holders = [FullClient(wire(), LINE, is_task_lock=True, limit=2) for _ in range(2)]
-    assert [holder.acquire() for holder in holders] == ["acquired"] * 2
-    for since, task_id in enumerate(("first", "second", "third"), 1):
-        park(task_id, since)
-    assert [holder.release() for holder in holders] == ["released"] * 2
-    served = sweeper.serve(LINE)
-    assert (served.word, served.heir, served.next_us) == ("handed", "first", served.now_us)
-    served = sweeper.serve(LINE)
-    assert (served.word, served.heir) == ("handed", "second")
-    assert served.next_us > served.now_us
-    assert sweeper.serve(LINE).word == "held"
-
-
 def test_text_in_place_of_a_record_is_refused(wire, locks, name):
     """The one error of a script's own."""
     locks.set(names.record_name(name), "hello", px=60_000)
     with pytest.raises(ServerError, match=r"^FOREIGNRECORD"):
         FullClient(wire(), name).acquire()
-
-
-def test_number_beyond_all_times_is_held(wire, locks, foreign_keys):
-    """A classic client that writes milliseconds is respected, and reported, and never taken over."""
-    foreign_keys.add("lock.foo")
-    locks.set("lock.foo", wire().time() // 1000)
-    rival = FullClient(wire(), "lock.foo")
-    assert rival.acquire() == "held"
-    assert rival.deadline_us == 100_000_000_001 * 1_000_000
-    locks.set("lock.foo", "maintenance")
-    assert rival.acquire() == "held"
-    assert rival.deadline_us == 0
 
 
 def test_classic_client_and_ours_exclude_each_other(wire, locks, foreign_keys, name):
@@ -765,23 +669,6 @@ def test_classic_client_and_ours_exclude_each_other(wire, locks, foreign_keys, n
     assert not classic.acquire()
     assert held.release() == "released"
     assert classic.acquire()
-
-
-def test_classic_client_is_one_holder_among_several(wire, locks, foreign_keys, name):
-    """It has permit 0, or waits for it, whatever the others do; ours have those that are left."""
-    foreign_keys.add(name)
-    classic = ClassicClient(wire(), name)
-    assert classic.acquire()
-    ours = [SetnxLock(locks, name, limit=3).acquire() for _ in range(3)]
-    assert [outcome.acquired for outcome in ours] == [True, True, False]
-    assert [outcome.lock.permit for outcome in ours[:2]] == [1, 2]
-    assert [holder.state for holder in SetnxLock(locks, name, limit=3).holders()] == [
-        "foreign", "running", "running",
-    ]  # fmt: skip
-    classic.release()
-    assert SetnxLock(locks, name, limit=3).acquire().lock.permit == 0
-    assert [outcome.lock.release() for outcome in ours[:2]] == ["released"] * 2
-    assert not classic.acquire(), "two permits are free, and it knows of neither"
 
 
 def test_classic_client_may_give_its_lock_a_ttl(wire, locks, name):
@@ -880,18 +767,29 @@ def test_mark_of_a_foreign_producer_ends_when_its_call_starts(tasks, wire, locks
     assert not locks.exists(f"{key}:queued")
 
 
-def test_marks_of_ours_and_of_a_foreign_producer_make_duplicates_of_each_others_calls(server, wire):
-    """What one language has queued the other does not queue again."""
+@pytest.fixture
+def published(server) -> Callable[..., Any]:
+    """Makes a task whose calls nobody runs."""
     app = Celery("protocol", broker="memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(LOCK_DB), task_default_queue="protocol-nowhere")
-    options = {"key": "n", "dedupe": "until_done"}
 
-    @app.task(name="proj.queued", shared=False, base=SingletonTask, singleton=options)
-    def queued(n: int) -> None: ...
+    def made(**options: Any) -> Any:
+        def queued(n: int) -> None: ...
 
-    key = client.lock_name("setnx", "proj.queued", client.canonical([7]))
-    assert key == queued.lock_key(7)
-    producer = Producer(wire(), key)
+        guarded = {"base": SingletonTask, "singleton": {"key": "n", "dedupe": "until_done", **options}}
+        return app.task(name="proj.queued", shared=False, **guarded)(queued)
+
+    return made
+
+
+KEY_OF_7 = client.lock_name("setnx", "proj.queued", client.canonical([7]))
+
+
+def test_marks_of_ours_and_of_a_foreign_producer_make_duplicates_of_each_others_calls(published, wire):
+    """What one language has queued the other does not queue again."""
+    queued = published()
+    assert queued.lock_key(7) == KEY_OF_7
+    producer = Producer(wire(), KEY_OF_7)
     assert producer.mark("5f1c0a", "until_done") == ("marked", "5f1c0a")
     assert producer.sent("5f1c0a") == "extended"
     theirs = queued.delay(7)
@@ -902,20 +800,13 @@ def test_marks_of_ours_and_of_a_foreign_producer_make_duplicates_of_each_others_
     assert producer.not_sent("5f1c0a") == "lost"
 
 
-def test_success_of_a_foreign_client_makes_duplicates_of_our_calls_and_back(server, wire, locks):
+def test_success_of_a_foreign_client_makes_duplicates_of_our_calls_and_back(published, wire, locks):
     """For as long as it says; `done` keeps a foreign producer from sending, until it is taken back."""
-    app = Celery("protocol", broker="memory://", set_as_current=False)
-    app.conf.update(setnx_url=server.url(LOCK_DB), task_default_queue="protocol-nowhere")
-    options = {"key": "n", "dedupe": "until_done", "dedupe_for": 3600}
-
-    @app.task(name="proj.daily", shared=False, base=SingletonTask, singleton=options)
-    def daily(n: int) -> None: ...
-
-    key = client.lock_name("setnx", "proj.daily", client.canonical([7]))
-    holder, producer = FullClient(wire(), key, is_task_lock=True), Producer(wire(), key)
+    daily = published(dedupe_for=3600)
+    holder, producer = FullClient(wire(), KEY_OF_7, is_task_lock=True), Producer(wire(), KEY_OF_7)
     assert holder.acquire("5f1c0a|0|ab") == "acquired"
     assert holder.release(done_for_ms=3_600_000) == "released"
-    assert 0 < locks.pttl(f"{key}:done") <= 3_600_000
+    assert 0 < locks.pttl(f"{KEY_OF_7}:done") <= 3_600_000
     theirs = daily.delay(7)
     assert (theirs.deduplicated, theirs.id) == (True, "5f1c0a")
     assert producer.mark("another", "dedupe_for") == ("done", "5f1c0a")

@@ -37,12 +37,7 @@ class Shop:
 
     def __init__(self, server: Any, broker: str, **tasks: dict[str, Any]) -> None:
         self.app = app = Celery(broker, broker="memory://", set_as_current=False)
-        app.conf.update(
-            setnx_url=server.url(1),
-            setnx_prefix="t",
-            setnx_broker=broker,
-            task_default_queue=f"wake-{broker}",
-        )
+        app.conf.update(setnx_prefix="t", setnx_broker=broker, task_default_queue=f"wake-{broker}")
         for name, options in (tasks or {"bill": {"lease": 60}}).items():
             self.guard(name, options)
 
@@ -51,14 +46,19 @@ class Shop:
 
         app.finalize()
         self.step = Sweep(SimpleNamespace(app=app))
-        self.step._client = client_for(app)
+        self.asks(server.url(1))
+
+    def asks(self, url: str) -> None:
+        """From now on this is its lock server."""
+        self.app.conf.setnx_url = url
+        self.app.__dict__.pop("_setnx_clients", None)
+        self.step._client = client_for(self.app)
 
     def guard(self, name: str, options: dict[str, Any]) -> None:
         def body(account: int, note: str = "") -> None: ...
 
-        self.app.task(base=SingletonTask, shared=False, name=name, singleton={"key": "account", **options})(
-            body
-        )
+        guarded = {"base": SingletonTask, "singleton": {"key": "account", **options}}
+        self.app.task(shared=False, name=name, **guarded)(body)
 
     def key(self, task: str = "bill", account: int = 7) -> str:
         return str(self.app.tasks[task].lock_key(account))
@@ -78,6 +78,23 @@ class Shop:
         packed = text or self.packed(call)
         park(client_for(self.app), call.place(600), copy=call.copy, since=since, call=packed)
         return call
+
+    def order(self, call: Call, text: str = "") -> Order:
+        """What the courier of a call is told."""
+        return Order(call, text or self.packed(call), None, 60.0, 60.0, 600.0, "1")
+
+    def is_asked(self, locks: Any, task_id: str = "b1", task: str = "bill") -> bool:
+        """Whether the app's workers are to send a call that another could not send."""
+        return locks.zscore(due_set(self.app, task), f"{self.key(task)}\n{task_id}") is not None
+
+    def runs_courier(self, order: Any, **info: Any) -> None:
+        """A courier has come, and does what it is for."""
+        courier = self.app.tasks[COURIER]
+        courier.push_request(id="c", args=[], kwargs={}, delivery_info=info, called_directly=False)
+        try:
+            courier.run(key=self.key(), order=order)
+        finally:
+            courier.pop_request()
 
     def serve(self, task: str = "bill") -> Any:
         """The lock came free, and this app's worker lets the line go on."""
@@ -128,25 +145,20 @@ def shop(server, locks) -> Iterator[Callable[..., Shop]]:
         each.sent()
 
 
-def test_call_of_another_broker_is_sent_by_its_own_worker(locks, shop):
-    """The lock is kept for it, and its line is due at once over there; nobody else sends it."""
-    a, b = shop("a"), shop("b")
-    b.waits("b1", 10.0)
-    served = a.serve()
-    assert served.heir.task_id == "b1"
-    assert (a.sent(), b.sent()) == ([], [])
-    a.step.sweep(a.app)
-    assert SetnxLock(locks, a.key()).holder().task_id == "b1"
-    b.step.sweep(b.app)
-    assert (a.sent(), b.sent()) == ([], ["b1"])
-    b.step.sweep(b.app)
-    assert b.sent() == []
-    assert b.begins(locks, "b1")
+@pytest.fixture
+def a(shop) -> Shop:
+    """The app with the broker a, and the one task."""
+    return shop("a")
 
 
-def test_call_is_sent_though_a_sweeper_died_before_it_sent_it(locks, shop):
+@pytest.fixture
+def b(shop) -> Shop:
+    """The same with the broker b."""
+    return shop("b")
+
+
+def test_call_is_sent_though_a_sweeper_died_before_it_sent_it(locks, a, b):
     """Its claim ends, and another comes. A call that is sent twice begins once."""
-    a, b = shop("a"), shop("b")
     b.waits("b1", 10.0)
     a.serve()
     b.step._serve = lambda *_: None  # it dies
@@ -157,21 +169,28 @@ def test_call_is_sent_though_a_sweeper_died_before_it_sent_it(locks, shop):
     assert b.sent() == ["b1"]
 
 
-def test_calls_of_two_brokers_alternate_in_one_line(locks, shop):
-    """First come first served, whichever broker a call is from."""
-    a, b = shop("a"), shop("b")
+def test_calls_of_two_brokers_alternate_in_one_line(locks, a, b):
+    """First come first served, whichever broker a call is from.
+
+    The lock is kept for it, and its line is due at once over there; nobody else sends it.
+    """
     for place, (at, task_id) in enumerate([(a, "a1"), (b, "b1"), (a, "a2"), (b, "b2")]):
         at.waits(task_id, 10.0 + place)
     a.serve()
-    for here, other, task_id in [(a, b, "a1"), (b, a, "b1"), (a, b, "a2"), (b, a, "b2")]:
-        here.step.sweep(here.app)
+    assert a.sent() == ["a1"]
+    a.ends(a.begins(locks, "a1"))
+    for here, other, task_id in [(b, a, "b1"), (a, b, "a2"), (b, a, "b2")]:
+        other.step.sweep(other.app)
+        assert (here.sent(), other.sent()) == ([], [])
+        assert SetnxLock(locks, a.key()).holder().task_id == task_id
+        for _ in range(2):
+            here.step.sweep(here.app)
         assert (here.sent(), other.sent()) == ([task_id], [])
         here.ends(here.begins(locks, task_id))
 
 
-def test_line_goes_on_past_calls_whose_brokers_workers_are_away(locks, shop, caplog):
+def test_line_goes_on_past_calls_whose_brokers_workers_are_away(locks, caplog, a, b):
     """At once, if nobody has looked at their line when it was due; and it says so."""
-    a, b = shop("a"), shop("b")
     b.waits("b1", 10.0)
     b.waits("b2", 11.0)
     a.waits("a1", 12.0)
@@ -182,9 +201,8 @@ def test_line_goes_on_past_calls_whose_brokers_workers_are_away(locks, shop, cap
     assert locks.zscore(line_names(a.key())[0], "b1") > PASSED_OVER
 
 
-def test_call_that_was_passed_over_is_sent_when_its_workers_come(locks, shop):
+def test_call_that_was_passed_over_is_sent_when_its_workers_come(locks, a, b):
     """It need not wait for the end of that, an hour maybe: it comes late, and stands where it stood."""
-    a, b = shop("a"), shop("b")
     b.waits("b1", 10.0)
     b.overdue(locks)
     a.serve()
@@ -194,20 +212,18 @@ def test_call_that_was_passed_over_is_sent_when_its_workers_come(locks, shop):
     assert b.begins(locks, "b1")
 
 
-def test_call_that_has_its_place_again_is_not_sent(locks, shop):
+def test_call_that_has_its_place_again_is_not_sent(locks, a, b):
     """Somebody has given it back meanwhile: what is left is a note that concerns nobody."""
-    a, b = shop("a"), shop("b")
     a.hold(locks)
     b.waits("b1", 10.0)
     note_due(locks, lines_of(b.app), "bill", f"{b.key()}\nb1", within=0)
     b.step.sweep(b.app)
     assert b.sent() == []
-    assert locks.zscore(due_set(b.app, "bill"), f"{b.key()}\nb1") is None
+    assert not b.is_asked(locks)
 
 
-def test_call_that_was_overtaken_before_it_was_sent_is_sent(locks, shop):
+def test_call_that_was_overtaken_before_it_was_sent_is_sent(locks, a, b):
     """Whoever finds it at the head takes it for one that is on its way."""
-    a, b = shop("a"), shop("b")
     call = b.waits("b1", 10.0)
     a.serve()
     place = Call("bill", "late", key=call.key).place(600)
@@ -218,14 +234,13 @@ def test_call_that_was_overtaken_before_it_was_sent_is_sent(locks, shop):
     assert b.sent() == ["b1"]
 
 
-def test_call_whose_body_cannot_be_read_here_is_left_to_its_broker(locks, shop):
+def test_call_whose_body_cannot_be_read_here_is_left_to_its_broker(locks, a, b):
     """The other app has other serializers."""
-    a, b = shop("a"), shop("b")
     call = Call("bill", "b1", key=b.key())
     b.waits("b1", 10.0, text=b.packed(call, content_type="application/x-of-theirs"))
     a.serve()
     assert SetnxLock(locks, a.key()).holder().task_id == "b1"
-    assert locks.zscore(due_set(b.app, "bill"), f"{b.key()}\nb1") is not None
+    assert b.is_asked(locks)
 
 
 def test_line_hears_of_a_raised_limit_when_a_worker_looks_at_it(locks, shop):
@@ -240,9 +255,8 @@ def test_line_hears_of_a_raised_limit_when_a_worker_looks_at_it(locks, shop):
     assert after.sent() == ["a1", "a2"]
 
 
-def test_call_of_another_broker_is_not_sent_while_its_lock_rests(locks, shop):
+def test_call_of_another_broker_is_not_sent_while_its_lock_rests(locks, a, b):
     """Its own workers look at the line when the rest is over."""
-    a, b = shop("a"), shop("b")
     held = a.hold(locks)
     b.waits("b1", 10.0)
     a.ends(held, at_least_for=20)
@@ -265,16 +279,14 @@ def test_call_of_a_task_that_is_not_guarded_here_is_sent_by_a_worker_where_it_is
     a.serve()
     a.step.sweep(a.app)
     assert a.sent() == []
-    entry = f"{both.key('report')}\nr1"
-    assert locks.zscore(due_set(a.app, "report"), entry) is not None
-    locks.zincrby(due_set(a.app, "report"), -5e6, entry)
+    assert both.is_asked(locks, "r1", "report")
+    locks.zincrby(due_set(a.app, "report"), -5e6, f"{both.key('report')}\nr1")
     both.step.sweep(both.app)
     assert both.sent() == ["r1"]
 
 
-def test_plain_task_is_never_run_from_a_line(locks, shop):
+def test_plain_task_is_never_run_from_a_line(locks, a):
     """Who can write to the lock server alone would have any task run."""
-    a = shop("a")
     key = "t:{plain:00112233445566778899aabbccddeeff}"
     a.waits("evil", 10.0, task="plain", key=key, text=a.packed(Call("plain", "evil", key=key)))
     for _ in range(2):
@@ -285,42 +297,36 @@ def test_plain_task_is_never_run_from_a_line(locks, shop):
 
 
 @pytest.mark.parametrize(
-    "forge",
+    ("changed", "of_call"),
     [
-        lambda shop, call: shop.packed(call, args=(8,)),
-        lambda shop, call: shop.packed(call, args=()),
-        lambda shop, call: shop.packed(call, args=(8,), options={}),
-        lambda shop, call: shop.packed(call._replace(options={"key": ()}), args=(8,)),
-        lambda shop, call: shop.packed(
-            call._replace(options={"key": "note", "scope": "bill"}), args=(8, "x")
-        ),
-        lambda shop, call: shop.packed(call._replace(options={"scope": "other"})),
-        lambda shop, call: shop.packed(call._replace(task_id="another")),
-        lambda shop, call: shop.packed(call, body="[[7], {}]"),
-        lambda shop, call: shop.packed(call, body="[7, 7, 7]"),
-        lambda shop, call: shop.packed(call, content_type=["x"]),
-        lambda shop, call: shop.packed(call, headers=5),
-        lambda shop, call: "{}",
-        lambda shop, call: "",
+        ({"args": (8,)}, {}),
+        ({"args": ()}, {}),
+        ({"args": (8,), "options": {}}, {}),
+        ({"args": (8,)}, {"options": {"key": ()}}),
+        ({"args": (8, "x")}, {"options": {"key": "note", "scope": "bill"}}),
+        ({}, {"options": {"scope": "other"}}),
+        ({}, {"task_id": "another"}),
+        *(({"body": body}, {}) for body in ("[[7], {}]", "[7, 7, 7]")),
+        ({"content_type": ["x"]}, {}),
+        ({"headers": 5}, {}),
+        *((text, {}) for text in ("{}", "?")),
     ],
+    ids=str,
 )
-def test_call_with_other_arguments_than_its_lines_is_not_sent(locks, shop, forge):
+def test_call_with_other_arguments_than_its_lines_is_not_sent(a, changed, of_call):
     """Nor what is no call at all; and the line goes on with the next."""
-    a = shop("a")
-    call = Call("bill", "evil", key=a.key())
-    a.waits("evil", 10.0, text=forge(a, call) or "?")
+    call = Call("bill", "evil", key=a.key())._replace(**of_call)
+    a.waits("evil", 10.0, text=changed if isinstance(changed, str) else a.packed(call, **changed))
     a.waits("good", 11.0)
     a.serve()
     assert a.sent() == ["good"]
 
 
-def test_line_names_no_queue_that_nobody_reads(locks, shop):
+def test_line_names_no_queue_that_nobody_reads(locks, a):
     """A call goes to one of the app's queues, whatever the line says."""
-    a = shop("a")
     call = Call("bill", "b1", key=a.key())
-    a.waits(
-        "b1", 10.0, text=a.packed(call, queue="of somebody else", route={"exchange": "x", "routing_key": "y"})
-    )
+    route = {"exchange": "x", "routing_key": "y"}
+    a.waits("b1", 10.0, text=a.packed(call, queue="of somebody else", route=route))
     a.serve()
     assert a.sent() == ["b1"]
 
@@ -344,22 +350,21 @@ def test_call_whose_key_a_deploy_has_changed_is_sent_by_its_courier(locks, shop)
     """Not from the line, which cannot say that it belongs there."""
     before, after = shop("a"), shop("a", bill={"key": ["account", "note"]})
     call = before.waits("b1", 10.0)
-    order = Order(call, before.packed(call), None, 60.0, 60.0, 600.0, "")
     let_the_line_go_on(after.app, "bill", call.key)
     assert after.sent() == []
-    assert put_back(after.app, order, wait_s=0.0) is None
+    assert put_back(after.app, before.order(call), wait_s=0.0) is None
     assert after.sent() == ["b1"]
 
 
 @pytest.mark.parametrize("is_handed", [False, True])
-def test_courier_stamps_its_call_with_the_broker_that_has_delivered_it(locks, shop, is_handed):
+def test_courier_stamps_its_call_with_the_broker_that_has_delivered_it(locks, is_handed, shop):
     """New workers have another name for the broker, and the line goes on."""
     before, after = shop("before"), shop("after")
     held = None if is_handed else before.hold(locks)
     call = Call("bill", "b1", key=before.key(), since=10.0)
     text = before.packed(call, voucher="")  # it goes by its route, so that it is seen who sends it
     before.waits("b1", 10.0, text=text)
-    order = Order(call, text, None, 60.0, 60.0, 600.0, "")
+    order = before.order(call, text)
     if is_handed:
         after.serve()  # left to workers that come no more
     assert put_back(after.app, order, wait_s=0.0)
@@ -374,39 +379,27 @@ def test_call_that_was_passed_over_has_its_place_again_when_its_courier_comes(lo
     call = before.waits("b1", 10.0)
     before.overdue(locks)
     after.serve()
-    assert locks.zscore(line_names(call.key)[0], "b1") > PASSED_OVER
+    assert locks.zscore(line_names(after.key())[0], "b1") > PASSED_OVER
     SetnxLock(locks, call.key, line=True, lease=60).acquire(token="x" * 8)
-    put_back(after.app, Order(call, before.packed(call), None, 60.0, 60.0, 600.0, ""), wait_s=0.0)
-    assert locks.zscore(line_names(call.key)[0], "b1") == 10e6
+    put_back(after.app, before.order(call), wait_s=0.0)
+    assert locks.zscore(line_names(after.key())[0], "b1") == 10e6
 
 
 def held_courier(at: Shop, order: Order) -> CourierRequest:
     """A courier that a worker of the app holds."""
-    task = at.app.tasks[COURIER]
+    headers, body = {"task": COURIER, "id": "c", "lang": "py"}, ((), order.as_kwargs(), {})
     message = SimpleNamespace(
-        headers={"task": COURIER, "id": "c", "lang": "py"},
-        properties={},
-        payload=((), order.as_kwargs(), {}),
-        body=b"",
-        content_type=JSON,
-        content_encoding="utf-8",
-        delivery_info={},
-        delivery_tag="1",
-        _raw=b"",
-    )
-    return CourierRequest(
-        message, app=at.app, task=task, hostname="here", body=message.payload, headers=message.headers,
-        decoded=True, utc=True,
+        headers=headers, payload=body, properties={}, delivery_info={}, delivery_tag="1", body=b"", _raw=b"",
+        content_type=JSON, content_encoding="utf-8",
     )  # fmt: skip
+    told = {"app": at.app, "task": at.app.tasks[COURIER], "body": body, "headers": headers}
+    return CourierRequest(message, **told, hostname="here", decoded=True, utc=True)
 
 
-def test_worker_looks_after_couriers_of_its_own_app(locks, shop):
+def test_worker_looks_after_couriers_of_its_own_app(a, b):
     """A process may have embedded workers of two apps: neither parks or sends the other's calls."""
-    a, b = shop("a"), shop("b")
-    call = b.waits("b1", 10.0)
-    request = held_courier(b, Order(call, b.packed(call), None, 60.0, 60.0, 600.0, ""))
-    assert _couriers_here(a.app) == []
-    assert _couriers_here(b.app) == [request]
+    request = held_courier(b, b.order(b.waits("b1", 10.0)))
+    assert (_couriers_here(a.app), _couriers_here(b.app)) == ([], [request])
 
 
 def test_worker_stamps_calls_of_couriers_that_it_holds(locks, shop):
@@ -414,90 +407,67 @@ def test_worker_stamps_calls_of_couriers_that_it_holds(locks, shop):
     before, after = shop("before"), shop("after")
     before.hold(locks)
     call = before.waits("b1", 10.0)
-    request = held_courier(after, Order(call, before.packed(call), None, 60.0, 60.0, 600.0, ""))
+    request = held_courier(after, before.order(call))
     after.step.sweep(after.app)
     kept = locks.hget(line_names(call.key)[1], "b1").split("|", 2)[2]
     assert json.loads(kept)["broker"] == "after"
     assert request in after.step._stamped
 
 
-ORDER: dict[str, Any] = {
-    "until": None, "lease": 60.0, "queue_lease": 60.0, "remember": 600.0, "epoch": "1", "resent": False,
-}  # fmt: skip
+def changed_order(at: Shop, changed: Any = (), queue: str = "") -> dict[str, Any]:
+    """What a courier is told of the call b1, in plain values."""
+    call = Call("bill", "b1", key=at.key(), since=10.0)
+    text = at.packed(call, queue=queue) if queue else ""
+    return {**at.order(call, text).as_kwargs()["order"], **dict(changed)}
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"lease": None},
-        {"lease": 10**400},
-        {"lease": float("inf")},
-        {"queue_lease": "60"},
-        {"remember": -1},
-        {"until": []},
-        {"epoch": 5},
-        {"resent": "yes"},
-        {"message": 5},
-        {"message": "no message"},
-        {"call": {}},
-        {"call": {"singleton": {"task": "bill", "id": "b1", "attempt": 0}}},
-        {"call": 5},
+        *({"lease": value} for value in (None, 10**400, float("inf"))),
+        *({name: value} for name, value in (("queue_lease", "60"), ("remember", -1), ("until", []))),
+        *({name: value} for name, value in (("epoch", 5), ("resent", "yes"))),
+        *({"message": value} for value in (5, "no message")),
+        *({"call": value} for value in ({}, {"singleton": {"task": "bill", "id": "b1", "attempt": 0}}, 5)),
     ],
     ids=str,
 )
-def test_malformed_courier_comes_once(locks, shop, wrong, caplog):
+def test_malformed_courier_comes_once(a, caplog, wrong):
     """It is said, and the call is sent if it can be read; nothing comes again for ever."""
-    a = shop("a")
-    call = Call("bill", "b1", key=a.key(), since=10.0)
-    order = {**ORDER, "call": call.as_headers(), "message": a.packed(call), **wrong}
-    courier = a.app.tasks[COURIER]
-    courier.push_request(id="c", args=[], kwargs={}, delivery_info={}, called_directly=False)
-    courier.run(key=a.key(), order=order)
-    courier.pop_request()
+    a.runs_courier(changed_order(a, wrong))
     assert "comes no more" in caplog.text
     assert a.key() in caplog.text
     assert a.sent() == ([] if "message" in wrong else ["b1"])
 
 
 @pytest.mark.parametrize("order", [5, "text", [], {}], ids=str)
-def test_courier_without_an_order_comes_once(locks, shop, order, caplog):
+def test_courier_without_an_order_comes_once(a, order, caplog):
     """Whatever is in its place."""
-    a = shop("a")
-    a.app.tasks[COURIER].run(key=a.key(), order=order)
+    a.runs_courier(order)
     assert f"A courier of {a.key()} comes no more, and the call that it looks after is lost" in caplog.text
 
 
 @pytest.mark.parametrize("error", [QueueNotFound("'far'"), KeyError("far"), ValueError("far")], ids=repr)
 @pytest.mark.parametrize("wrong", [{}, {"lease": None}], ids=["order", "no order"])
-def test_courier_comes_later_if_the_routes_of_its_app_fail(locks, shop, monkeypatch, caplog, error, wrong):
+def test_courier_comes_later_if_the_routes_of_its_app_fail(a, monkeypatch, caplog, error, wrong):
     """The call is not lost with a router that has met its own trouble; it says what to mend."""
-    a = shop("a")
     monkeypatch.setattr(a.app.amqp.router, "route", raising(error))
     monkeypatch.setattr(time, "sleep", lambda _s: None)
-    call = Call("bill", "b1", key=a.key(), since=10.0)
-    order = {**ORDER, "call": call.as_headers(), "message": a.packed(call, queue="elsewhere"), **wrong}
-    courier = a.app.tasks[COURIER]
-    info = {"exchange": "", "routing_key": "far"}
-    courier.push_request(id="c", args=[], kwargs={}, delivery_info=info, called_directly=False)
+    order = changed_order(a, wrong, queue="elsewhere")
     with pytest.raises(Reject, match="mend task_routes") if wrong else nullcontext():
-        courier.run(key=a.key(), order=order)
-    courier.pop_request()
+        a.runs_courier(order, exchange="", routing_key="far")
     if not wrong:
         assert "The courier of bill[b1] comes back later: the app's routes do not say" in caplog.text
         with a.app.connection_for_read() as connection, connection.SimpleQueue("far") as messages:
             assert messages.get_nowait().payload[1]["order"]["message"] == order["message"]
 
 
-def test_courier_that_meets_a_time_limit_is_delivered_again(locks, shop, monkeypatch):
+def test_courier_that_meets_a_time_limit_is_delivered_again(a, monkeypatch):
     """That of the app's for all its tasks: acknowledged, nobody would look after its call."""
-    a = shop("a")
     monkeypatch.setattr(Message, "unpacked", raising(SoftTimeLimitExceeded()))
     monkeypatch.setattr(time, "sleep", lambda _s: None)
-    call = Call("bill", "b1", key=a.key(), since=10.0)
     with pytest.raises(Reject) as caught:
-        a.app.tasks[COURIER].run(
-            key=a.key(), order={**ORDER, "call": call.as_headers(), "message": a.packed(call)}
-        )
+        a.runs_courier(changed_order(a))
     assert caught.value.requeue
 
 
@@ -512,34 +482,30 @@ def look(at: Shop, times: int = 1) -> None:
         at.step.sweep(at.app)
 
 
-def test_worker_warns_of_lines_that_name_its_broker_otherwise(locks, shop, caplog):
-    """Once, and it says what to do."""
-    before, after = shop("before"), shop("after")
+@pytest.mark.parametrize(
+    ("broker", "prefix", "words"),
+    [
+        ("after", "t", ["'before'", "set setnx_broker to the same text for all its workers"]),
+        ("before", "other", ["was noted with setnx_prefix 't', and this worker has 'other'"]),
+    ],
+    ids=["broker", "prefix"],
+)
+def test_worker_warns_of_lines_that_it_has_another_name_for(locks, shop, caplog, broker, prefix, words):
+    """They are as good as lost until their couriers come; it says once what to do."""
+    before, after = shop("before"), shop(broker)
     look(before)
     before.waits("b1", 10.0)
-    look(after)
-    assert warnings(caplog) == []
+    if broker == "after":
+        look(after)
+        assert warnings(caplog) == []
     before.overdue(locks)
+    after.app.conf.setnx_prefix = prefix
     look(after, times=2)
     (said,) = warnings(caplog)
-    assert before.key() in said
-    assert "'before'" in said
-    assert "set setnx_broker to the same text for all its workers" in said
+    assert all(word in said for word in (before.key(), *words))
 
 
-def test_worker_warns_of_lines_under_another_prefix(locks, shop, caplog):
-    """They are as good as lost until their couriers come."""
-    before, after = shop("a"), shop("a")
-    look(before)
-    before.waits("b1", 10.0)
-    before.overdue(locks)
-    after.app.conf.setnx_prefix = "other"
-    look(after, times=2)
-    (said,) = warnings(caplog)
-    assert "was noted with setnx_prefix 't', and this worker has 'other'" in said
-
-
-def test_worker_does_not_warn_of_lines_in_which_nobody_waits(locks, shop, caplog):
+def test_worker_does_not_warn_of_lines_in_which_nobody_waits(locks, caplog, shop):
     """Nor of another app's on the same server."""
     before, after = shop("before"), shop("after")
     look(before)
@@ -553,15 +519,10 @@ def test_worker_does_not_warn_of_lines_in_which_nobody_waits(locks, shop, caplog
     assert warnings(caplog) == []
 
 
-def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(
-    server, limited, locks, shop, caplog, monkeypatch
-):
+def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(server, limited, locks, caplog, monkeypatch, a):
     """An ACL may allow keys of the app's prefix alone: it says what to grant, and looks again in a minute."""
     monkeypatch.setattr(log, "_say_again_at", {})
-    a = shop("a")
-    a.app.conf.setnx_url = limited("~t:*", "+@all")
-    a.app.__dict__.pop("_setnx_clients", None)
-    a.step._client = client_for(a.app)
+    a.asks(limited("~t:*", "+@all"))
     a.waits("b1", 10.0)
     a.overdue(locks)
     look(a)
@@ -570,9 +531,7 @@ def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(
     (said,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "setnx:brokers" in said
     assert "Grant its user what is missing" in said
-    a.app.conf.setnx_url = server.url(1)
-    a.app.__dict__.pop("_setnx_clients", None)
-    a.step._client = client_for(a.app)
+    a.asks(server.url(1))
     look(a)
     assert locks.exists("setnx:brokers")
 
@@ -580,7 +539,7 @@ def test_sweep_goes_on_where_the_list_of_brokers_is_forbidden(
 def test_outage_does_not_end_the_watch(monkeypatch, shop):
     """It looks again."""
     a, watch = shop("a"), Unswept()
-    monkeypatch.setattr(unswept_module, "note_lines", lambda *_: (_ for _ in ()).throw(ConnectionError()))
+    monkeypatch.setattr(unswept_module, "note_lines", raising(ConnectionError))
     with pytest.raises(ConnectionError):
         watch.look(a.app, a.step._client, None)
 

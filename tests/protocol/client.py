@@ -489,24 +489,21 @@ class Producer:
     """A program that marks keys before it sends calls: the steps of "Messages"."""
 
     def __init__(self, server: Server, lock: str) -> None:
-        self._server = server
-        self._lock = lock
-        self._mark = f"{lock}:queued"
+        self._server, self._lock = server, lock
+        self._mark = beside(lock, "queued")
 
     def mark(self, task_id: str, dedupe: str, queue_lease_s: float = 3600) -> tuple[str, str]:
         """The word, and whose mark or lock it is."""
-        keys = (self._lock, record_name(self._lock), self._mark, *map(self._beside, ("line", "done")))
+        others = (beside(self._lock, what) for what in ("queued", "line", "done"))
+        keys = (self._lock, record_name(self._lock), *others)
         grace_ms = int(min(10, queue_lease_s) * 1000)
         word, other, *_found = self._server.run("mark", keys, task_id, grace_ms, dedupe)
         return word, other
 
     def failed_after_all(self, token: str) -> str:
         """The word: a call whose success was noted has failed, and counts no more."""
-        (word,) = self._server.run("forget", (self._beside("done"), record_name(self._lock)), token)
+        (word,) = self._server.run("forget", (beside(self._lock, "done"), record_name(self._lock)), token)
         return str(word)
-
-    def _beside(self, what: str) -> str:
-        return f"{self._lock}:{what}"
 
     def header(self, task: str, task_id: str) -> dict[str, Any]:
         """The header of the call that was marked."""
