@@ -157,9 +157,11 @@ class Calls:
             world.broken(f"{request.id} runs though it has succeeded")
         is_unasked = ("unasked", request.id) in self.broker.failed
         is_excused = has_twin or self.server.epoch > 0 or is_unasked or self.has_lost_its_parent(request.id)
-        # Its process has died when that was stored: it is delivered again, or has sent its retry before.
-        comes_again = (task.acks_late or request.retries > 0) and self.has_died(request.id)
-        self.ended.begins(task, held, may_have_failed=is_excused or comes_again)
+        # Its process has died when that was stored: it is delivered again, or had sent its message before.
+        is_sent_again = task.acks_late or request.retries > 0 or request._setnx_run.call.waits
+        comes_again = is_sent_again and self.has_died(request.id)
+        has_failed = self.broker.is_failed[request.id] and not (is_excused or comes_again)
+        self.ended.begins(task, held, has_failed=has_failed)
         lives = self.lives.setdefault((request.id, request.retries), [])
         for earlier in lives:
             # Data that were lost before, or came back, may have sent it a second time.

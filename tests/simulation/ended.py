@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from celery.states import FAILURE, READY_STATES, SUCCESS
+from celery.states import READY_STATES, SUCCESS
 
 from celery_setnx.lock.lock import HeldLock
 from celery_setnx.run.conflict import is_skipped
@@ -27,10 +27,10 @@ class Ended:
     kept: tuple[str, int] = ("", 0)  # for whose retry the lock is held, and the epoch
     is_discarded: Callable[[str], bool] = lambda _task_id: False  # whether a call may not come
 
-    def begins(self, task: Any, held: HeldLock, *, may_have_failed: bool) -> None:
-        """A body begins; `may_have_failed`: though its call is told as failed."""
+    def begins(self, task: Any, held: HeldLock, *, has_failed: bool) -> None:
+        """A body begins; `has_failed`: though its call was told as failed before this delivery began."""
         request, options = task.request, task._guard.options
-        if not may_have_failed and task.AsyncResult(request.id).state == FAILURE:
+        if has_failed:
             self.world.broken(f"{request.id} runs though it has failed")
         self.began[request.id] = self.server.epoch
         self._check_kept(task)

@@ -46,6 +46,7 @@ class Broker:
         # How a publish did, or a delivery, of which message, and when.
         self.failed: dict[tuple[str, str], int] = {}
         self.parked: dict[str, int] = {}  # whose process has died unheard since, and in which epoch
+        self.is_failed: dict[str, bool] = {}  # whether a call was told as failed when its last delivery began
         # What else goes wrong is drawn apart: it changes the history of those seeds only in which it does.
         self._draw = random.Random(f"{world.seed} broker")
         self._doubles = self._draw.choice((0.0, 0.0, 0.2))
@@ -92,8 +93,10 @@ class Broker:
         """A child may die when its call has ended, before its parent hears of that; also when all is calm."""
         if self._unheard_ends > 0 and self._draw.random() < 0.3:
             self._unheard_ends -= 1
-            if isinstance(error, Parked):
-                self.parked[task_id] = self.world.server.epoch
+            server, ticket = self.world.server, f":ticket:{task_id}".encode()
+            # One whose parking Redis has not heard is told as failed: its courier does not have it run.
+            if isinstance(error, Parked) and any(ticket in name for name in server.data.keys):
+                self.parked[task_id] = server.epoch
             self.world.kill(self.world.process)
 
     def add_again(self, messages: list[Any], after_s: float) -> None:
@@ -254,6 +257,7 @@ class Worker:
             self.inbox.put(partial(self.on_accepted, process, task_id, callbacks["accept_callback"]))
             self.world.note("runs", task_id)
             self.broker.parked.pop(task_id, None)
+            self.broker.is_failed[task_id] = app.AsyncResult(task_id).state == FAILURE
             result = trace_task_ret(name, task_id, *rest, app=app)
             error = getattr(result[1], "exception", result[1])
             self.broker.may_die_unheard(task_id, getattr(error, "exc", error))
