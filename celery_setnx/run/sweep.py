@@ -58,6 +58,7 @@ SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
 
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
+_PACED_AGAIN_S = 2.0  # if its task has a rate: it may have been served, and the reply lost
 _TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep; doubled while replies take longer
 
 
@@ -226,7 +227,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Look at every line that is due; unless it comes early, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
-        paced = {name for name in tasks if (guard := known_guard(app, name)) and guard.options.rate}
+        paced = {name for name in tasks if _is_paced(app, name)}
         later = self._left_by_looks if only_paced else None
         if only_paced:
             tasks = [name for name in tasks if name in paced]
@@ -267,14 +268,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
             self._wait_longer_after(error)
-            logger.info(
-                "The line of %s was not served, and is in %g s: %s",
-                key,
-                _AGAIN_S,
-                error,
-                extra=fields(task=task, key=key),
-            )
-            within = _AGAIN_S
+            within = _PACED_AGAIN_S if _is_paced(app, task) else _AGAIN_S
+            text = "The line of %s was not served, and is in %g s: %s"
+            logger.info(text, key, within, error, extra=fields(task=task, key=key))
         return settle(self._client, lines, task, entry, claimed, within=within)
 
     def _look_after(self, app: Celery, request: CourierRequest, slot: Slot | None) -> None:
@@ -325,9 +321,13 @@ def look_soon(app: Celery, task: str) -> None:
 
     A delivery of it has ended, or what a call had was freed: its line may be due soon.
     """
-    guard = known_guard(app, task)
-    for sweep in list(_sweeping) if guard is not None and guard.options.rate else ():
+    for sweep in list(_sweeping) if _is_paced(app, task) else ():
         sweep.look_soon(app)
+
+
+def _is_paced(app: Celery, task: str) -> bool:
+    guard = known_guard(app, task)
+    return guard is not None and guard.options.rate is not None
 
 
 def _is_revoked_as(stamps: Mapping[str, Any]) -> bool:

@@ -273,6 +273,11 @@ def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "has_random_id", lambda _task_id: False)
 
 
+def paced_line_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A paced line whose service nobody has heard of is looked at half a minute later."""
+    monkeypatch.setattr(sweep, "_PACED_AGAIN_S", 30.0)
+
+
 class Planted(NamedTuple):
     """A defect, the scenario that finds it, and a seed by which it does at present: it is played first."""
 
@@ -311,4 +316,5 @@ PLANTED = [
     Planted(partial(calls.play, task="queued"), marks_before_it_sends, 402),
     Planted(partial(calls.play, task="unique"), unsent_stay_marked, 105),
     Planted(partial(calls.play, task="waits"), retry_is_another_call, 318),
+    Planted(calls.play, paced_line_waits_long, 1178),
 ]

@@ -29,7 +29,7 @@ class Publisher:
         self.random = random.Random(f"{self.world.seed} fans")  # apart: other seeds are what they were
         self.fans = self.random.choice((0.0, 0.0, 0.3))
         self.count = 0
-        self.asked_us = 0
+        self.asked_us = self.epoch = 0
         self.failed: dict[str, int] = {}  # when calls were first seen to have failed, or to be revoked
 
     def run(self) -> None:
@@ -44,7 +44,7 @@ class Publisher:
                 calls += [self.drawn() for _ in range(self.random.choice((1, 2, 4)))]
             if rng.random() < 0.1:
                 sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S * rng.random())
-            self.asked_us = world.now_us
+            self.asked_us, self.epoch = world.now_us, self.scene.server.epoch
             for task_id in self.scene.sent:
                 if self.task.AsyncResult(task_id).state in (FAILURE, REVOKED):
                     self.failed.setdefault(task_id, self.asked_us)
@@ -83,7 +83,7 @@ class Publisher:
         """The broker has taken it, and anybody may revoke it."""
         scene, world = self.scene, self.world
         world.note("publishes", task_id, *call)
-        scene.sent[task_id] = call[2], scene.server.epoch
+        scene.sent[task_id] = call[2], self.epoch
         if expires is not None:
             scene.discarded.add(task_id)
         if world.random.random() < self.revokes:
