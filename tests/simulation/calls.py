@@ -152,7 +152,7 @@ class Calls:
         rate = (options.terms.starts, options.terms.period_s) if options.rate else None
         life = self.checker.begins(held, options.limit, rate)
         self.began.setdefault(request.id, world.now_us)
-        has_twin = self.has_twin(request, what)
+        has_twin = self.has_twin(task, what)
         if what == "ok" and not has_twin and task.AsyncResult(request.id).state == SUCCESS:
             world.broken(f"{request.id} runs though it has succeeded")
         is_unasked = ("unasked", request.id) in self.broker.failed
@@ -194,12 +194,16 @@ class Calls:
         """Whether a call may have ended that has not said so."""
         return task_id in self.discarded | self.dropped or self.has_died(task_id)
 
-    def has_twin(self, request: Any, what: str) -> bool:
+    def has_twin(self, task: Any, what: str) -> bool:
         """Whether a delivery may have a twin that has run, of which no stored success tells it."""
+        request = task.request
         ways = {way for way, task_id in self.broker.failed if task_id == request.id}
-        # A first delivery that the second has overtaken does not know that there is one.
-        is_overtaken = "doubled" in ways and not request._setnx_run.call.redelivered
-        return is_overtaken or (what != "ok" and not ways.isdisjoint(("unconfirmed", "doubled")))
+        if "doubled" in ways:
+            # One that the second has overtaken does not know that there is one; and the lock is given back
+            # before the success is stored.
+            is_flagged = request._setnx_run.call.redelivered
+            return what != "ok" or not is_flagged or task.AsyncResult(request.id).state != SUCCESS
+        return what != "ok" and "unconfirmed" in ways
 
     def has_lost_its_parent(self, task_id: str) -> bool:
         """Whether a call was accepted by a worker that has died."""
