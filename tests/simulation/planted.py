@@ -302,6 +302,7 @@ PLANTED = [
     Planted(partial(calls.play, task="joins"), late_command, 670),
     Planted(partial(calls.play, task="waits_late"), backend_not_asked, 32),
     Planted(partial(calls.play, task="retries"), twin_of_a_retry, 26),
+    Planted(partial(calls.play, task="waits_late"), leaves_late, 831),
     Planted(locks.play, late_release_waits_for_another, 9),
     Planted(locks.play, another_since_is_a_loss, 8),
     Planted(partial(calls.play, task="joins"), join_lost, 27),
