@@ -147,34 +147,7 @@ class Calls:
 
     def body(self, task: Any, number: int, seconds: float, what: str) -> object:
         """A body."""
-        world, request, held = self.world, task.request, task.lock
-        options = task._guard.options
-        rate = (options.terms.starts, options.terms.period_s) if options.rate else None
-        life = self.checker.begins(held, options.limit, rate)
-        self.began.setdefault(request.id, world.now_us)
-        has_twin = self.has_twin(task, what)
-        if what == "ok" and not has_twin and task.AsyncResult(request.id).state == SUCCESS:
-            world.broken(f"{request.id} runs though it has succeeded")
-        is_unasked = ("unasked", request.id) in self.broker.failed
-        is_excused = has_twin or self.server.epoch > 0 or is_unasked or self.has_lost_its_parent(request.id)
-        # Its process has died when that was stored: it is delivered again, or had sent its message before.
-        is_sent_again = task.acks_late or request.retries > 0 or request._setnx_run.call.waits
-        comes_again = is_sent_again and self.has_died(request.id)
-        has_failed = self.broker.is_failed[request.id] and not (is_excused or comes_again)
-        self.ended.begins(task, held, has_failed=has_failed)
-        lives = self.lives.setdefault((request.id, request.retries), [])
-        for earlier in lives:
-            # Data that were lost before, or came back, may have sent it a second time.
-            is_same = self.sent.get(request.id, ("", 0))[1] == self.server.epoch
-            if (
-                is_same
-                and not has_twin
-                and not earlier.process.is_dead
-                and not earlier.is_lost
-                and not self.has_died(request.id)
-            ):
-                world.broken(f"{request.id} runs twice: {earlier.held.token}, then {held.token}")
-        lives.append(life)
+        life = self.begins(task, what)
         for _ in range(3):
             sleep(seconds / 3)
             life.is_lost = life.is_lost or not life.relies
@@ -182,13 +155,43 @@ class Calls:
         self.checker.ends(life)
         if what == "fails":
             raise ValueError(number)
-        if what == "retries" and not request.retries:
+        if what == "retries" and not task.request.retries:
             try:
-                raise task.retry(countdown=world.random.choice((0.0, 0.3)))
+                raise task.retry(countdown=self.world.random.choice((0.0, 0.3)))
             except Reject:  # Celery drops a call whose retry the broker does not take
-                self.dropped.add(request.id)
+                self.dropped.add(task.request.id)
                 raise
         return number if what != "unstorable" else 1j  # no JSON: Celery fails it
+
+    def begins(self, task: Any, what: str) -> Life:
+        """A body begins: of a call that has not ended, and of each attempt once."""
+        request, held, options = task.request, task.lock, task._guard.options
+        rate = (options.terms.starts, options.terms.period_s) if options.rate else None
+        life = self.checker.begins(held, options.limit, rate)
+        self.began.setdefault(request.id, self.world.now_us)
+        has_twin = self.has_twin(task, what)
+        if what == "ok" and not has_twin and task.AsyncResult(request.id).state == SUCCESS:
+            self.world.broken(f"{request.id} runs though it has succeeded")
+        self.ended.begins(task, held, has_failed=not has_twin and self.has_failed(task))
+        earlier_lives = self.lives.setdefault((request.id, request.retries), [])
+        # Data that were lost before, or came back, may have sent it a second time.
+        is_once = not has_twin and self.sent.get(request.id, ("", 0))[1] == self.server.epoch
+        for earlier in earlier_lives:
+            may_run_again = earlier.process.is_dead or earlier.is_lost or self.has_died(request.id)
+            if is_once and not may_run_again:
+                self.world.broken(f"{request.id} runs twice: {earlier.held.token}, then {held.token}")
+        earlier_lives.append(life)
+        return life
+
+    def has_failed(self, task: Any) -> bool:
+        """Whether a call was told as failed before this delivery of it began, and for good."""
+        request = task.request
+        if not self.broker.is_failed[request.id] or self.server.epoch or self.has_lost_its_parent(request.id):
+            return False
+        # Its process has died when that was stored: it is delivered again, or had sent its message before.
+        is_sent_again = task.acks_late or request.retries > 0 or request._setnx_run.call.waits
+        may_come = is_sent_again and self.has_died(request.id)
+        return not may_come and ("unasked", request.id) not in self.broker.failed
 
     def may_not_come(self, task_id: str) -> bool:
         """Whether a call may have ended that has not said so."""
@@ -200,9 +203,9 @@ class Calls:
         ways = {way for way, task_id in self.broker.failed if task_id == request.id}
         if "doubled" in ways:
             # One that the second has overtaken does not know that there is one; and the lock is given back
-            # before the success is stored.
+            # before its end is stored.
             is_flagged = request._setnx_run.call.redelivered
-            return what != "ok" or not is_flagged or task.AsyncResult(request.id).state != SUCCESS
+            return what != "ok" or not is_flagged or not task.AsyncResult(request.id).ready()
         return what != "ok" and "unconfirmed" in ways
 
     def has_lost_its_parent(self, task_id: str) -> bool:
