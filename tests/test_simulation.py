@@ -6,7 +6,11 @@ import sys
 
 import pytest
 
-SHARES = {"worlds": "promise", "planted defects, and replays": "not promise"}
+SHARES = {
+    "locks": "promise and locks",
+    "calls": "promise and calls",
+    "planted defects, and replays": "not promise",
+}
 
 
 @pytest.mark.timeout(3_600)
