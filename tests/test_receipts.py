@@ -16,6 +16,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_setnx import LockTimeout, SetnxLock, SingletonTask, is_skipped
 from celery_setnx.call.back import ComesBack, Dropped, Message, Waits
 from celery_setnx.call.message import Call
+from celery_setnx.call.wake import COURIER
 from celery_setnx.connection import client_for
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.receipt import has_receipt, write_receipt
@@ -71,6 +72,11 @@ def starts(journal: Journal, result: Any) -> list[int]:
     return [entry["retries"] for entry in journal.entries(what="start", task_id=result.id)]
 
 
+def wait_until_acknowledged(broker: redis.Redis) -> None:
+    """But for couriers: on a busy machine a second delivery may park, before the next start may be."""
+    wait_until(lambda: all(COURIER in each for each in broker.hvals("unacked")), "all is acknowledged")
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_call_that_was_delivered_twice_runs_once(tasks, module, broker, journal, gates, twice, name, policy):
     """The second delivery waits for the first, and is dropped after it; what follows is sent once."""
@@ -78,7 +84,7 @@ def test_call_that_was_delivered_twice_runs_once(tasks, module, broker, journal,
     result = twice(task.apply_async([name], link=tasks.after.s()))
     gates(name, 9)
     module.wait_for_log(f"[{result.id}]: this message is dropped: it has ended before")
-    wait_until(lambda: broker.hlen("unacked") == 0, "all is acknowledged")
+    wait_until_acknowledged(broker)
     assert starts(journal, result) == [0]
     assert len(journal.wait_for("after")) == 1
 
@@ -93,7 +99,7 @@ def test_attempt_that_was_retried_runs_once_though_it_was_delivered_twice(
         journal.wait_for("start", 2, task_id=result.id)
         gates(name)
         module.wait_for_log(f"[{result.id}]: this message is dropped: it has ended before")
-        wait_until(lambda: broker.hlen("unacked") == 0, "all is acknowledged")
+        wait_until_acknowledged(broker)
         assert starts(journal, result) == [0, 1]
 
 
@@ -102,7 +108,7 @@ def test_call_that_failed_runs_again_if_it_was_delivered_twice(tasks, broker, jo
     result = twice(tasks.skips.delay(name, "failing"))
     gates(name, 2)
     journal.wait_for("end", 2, task_id=result.id)
-    wait_until(lambda: broker.hlen("unacked") == 0, "all is acknowledged")
+    wait_until_acknowledged(broker)
 
 
 @pytest.fixture
