@@ -172,7 +172,9 @@ class Calls:
         has_twin = self.has_twin(task, what)
         if what == "ok" and not has_twin and task.AsyncResult(request.id).state == SUCCESS:
             self.world.broken(f"{request.id} runs though it has succeeded")
-        self.ended.begins(task, held, has_failed=not has_twin and self.has_failed(task))
+        if not has_twin and self.has_failed(task):
+            self.world.broken(f"{request.id} runs though it has failed")
+        self.ended.begins(task, held)
         earlier_lives = self.lives.setdefault((request.id, request.retries), [])
         # Data that were lost before, or came back, may have sent it a second time.
         is_once = not has_twin and self.sent.get(request.id, ("", 0))[1] == self.server.epoch

@@ -27,11 +27,9 @@ class Ended:
     kept: tuple[str, int] = ("", 0)  # for whose retry the lock is held, and the epoch
     is_discarded: Callable[[str], bool] = lambda _task_id: False  # whether a call may not come
 
-    def begins(self, task: Any, held: HeldLock, *, has_failed: bool) -> None:
-        """A body begins; `has_failed`: though its call was told as failed before this delivery began."""
+    def begins(self, task: Any, held: HeldLock) -> None:
+        """A body begins."""
         request, options = task.request, task._guard.options
-        if has_failed:
-            self.world.broken(f"{request.id} runs though it has failed")
         self.began[request.id] = self.server.epoch
         self._check_kept(task)
         joined = request._setnx_run.call.join
