@@ -96,6 +96,20 @@ def test_look_follows_when_a_sweep_says(now):
     assert looked_at(now, Swept(1, None), within=1.5) == [1.5]
 
 
+def test_sweep_that_says_a_later_time_leaves_a_look_the_sooner_one(now, monkeypatch):
+    """Also if it is said while the sweep reads its clock."""
+    timed = stepped(lambda: Swept(0, None), now)
+
+    def read() -> float:
+        monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        timed.within(0.3)
+        return now[0]
+
+    monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=read))
+    timed.within(1.5)
+    assert timed._left_s() == pytest.approx(0.3)
+
+
 def test_looks_are_no_closer_than_a_moment(now):
     """However often deliveries end, and whatever Redis says."""
     assert looked_at(now, Swept(1, 0.0), Swept(1, 0.001)) == [0, EARLIEST_S, 2 * EARLIEST_S]

@@ -54,19 +54,23 @@ class TimedLooks:
         self._due_at = math.inf
         self._earliest_at = 0.0
         self._has_ended = False  # a delivery, and what it has noted is not known
+        self._noting = threading.Lock()
         self._changed, self._stopped = threading.Event(), threading.Event()
         self._thread = Lasting("celery_setnx-looks", self._turn)
 
     def soon(self) -> None:
         """Look now, and then for as long as a line is due soon: a delivery has ended."""
-        self._has_ended = True
+        with self._noting:
+            self._has_ended = True
         self._wake()
 
     def within(self, seconds: float | None) -> None:
         """Look in so many seconds at the latest, if that is soon; None if there is no need."""
         if seconds is None or seconds > _SOON_S:
             return
-        self._due_at = min(self._due_at, time.monotonic() + seconds)
+        at = time.monotonic() + seconds
+        with self._noting:  # a sweep and a look may say it at a time
+            self._due_at = min(self._due_at, at)
         self._wake()
 
     def _wake(self) -> None:
@@ -99,7 +103,8 @@ class TimedLooks:
             return not self._stopped.is_set()
         if self._stopped.wait(max(self._earliest_at - time.monotonic(), 0.0)):
             return False
-        has_ended, self._has_ended, self._due_at = self._has_ended, False, math.inf
+        with self._noting:
+            has_ended, self._has_ended, self._due_at = self._has_ended, False, math.inf
         pause_s = _AGAIN_S
         try:
             swept = self._look()

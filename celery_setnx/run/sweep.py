@@ -280,17 +280,15 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             is_revoked = order.call.task_id in revoked_tasks or order.call.task_id in self._revoked
             is_revoked = is_revoked or (revoked_stamps and _is_revoked_as(request.stamps_of_call))
             if is_revoked or not request.may_be_woken:
-                with between_forks:
-                    if put_back(app, order, wait_s=0.0) is not None:
+                if _put_back(app, order):
+                    with between_forks:
                         send_again(app, order)
                 self._left.add(request)
             elif not request.is_stamped and request not in self._stamped:
-                with between_forks:
-                    put_back(app, order, wait_s=0.0)
+                _put_back(app, order)
                 self._stamped.add(request)
             elif slot and order.epoch != slot.epoch and self._is_time_to_put_back(request, slot.epoch):
-                with between_forks:
-                    put_back(app, order, wait_s=0.0)
+                _put_back(app, order)
                 self._anew[request] = slot.epoch, float("inf")
         except LockUnavailable:
             raise
@@ -323,6 +321,14 @@ def look_soon(app: Celery, task: str) -> None:
     """
     for sweep in list(_sweeping) if _is_paced(app, task) else ():
         sweep.look_soon(app)
+
+
+def _put_back(app: Celery, order: Order) -> bool:
+    """Put a call back into its line, which may be due soon: whether it waits still."""
+    with between_forks:
+        waits = put_back(app, order, wait_s=0.0) is not None
+    look_soon(app, order.call.task)
+    return waits
 
 
 def _is_paced(app: Celery, task: str) -> bool:

@@ -8,11 +8,15 @@ from typing import Any
 
 from celery import Celery
 from celery.exceptions import Reject
+from celery.signals import task_success
 from celery.states import READY_STATES, RETRY, SUCCESS
 from celery.worker import state
 
 from celery_setnx import SingletonTask
-from celery_setnx.signals import lock_released
+from celery_setnx.call.message import Call
+from celery_setnx.lock.lock import AHEAD_S
+from celery_setnx.lock.record import ORIGINAL, Holder
+from celery_setnx.signals import lock_conflict, lock_released
 from tests.simulation import substitutes, workers
 from tests.simulation.checker import Checker, Life
 from tests.simulation.ended import Ended
@@ -89,6 +93,7 @@ class Calls:
         self.sent: dict[str, tuple[str, int]] = {}  # what the body does, and the epoch
         self.lives: dict[tuple[str, int], list[Life]] = {}
         self.began: dict[str, int] = {}
+        self.stored_us: dict[str, int] = {}  # when it was stored that a call has succeeded
         self.dropped: set[str] = set()
         self.discarded: set[str] = set()  # revoked, or with an expiry
         self.workers: list[workers.Worker] = []
@@ -96,6 +101,7 @@ class Calls:
         world.at(world.now_us, self.server.trouble)
         world.at(world.calm_at_us + round(SWEPT_S * US), self.watch)
         world.on_death = self.on_death
+        self.broker.on_refused = self.on_refused
         for number in range(choice((1, 2))):
             self.start(f"worker-{number}")
         self.publishers: list[Process] = []
@@ -178,12 +184,41 @@ class Calls:
         earlier_lives = self.lives.setdefault((request.id, request.retries), [])
         # Data that were lost before, or came back, may have sent it a second time.
         is_once = not has_twin and self.sent.get(request.id, ("", 0))[1] == self.server.epoch
+        self.check_second_look(task, earlier_lives)
         for earlier in earlier_lives:
             may_run_again = earlier.process.is_dead or earlier.is_lost or self.has_died(request.id)
             if is_once and not may_run_again:
                 self.world.broken(f"{request.id} runs twice: {earlier.held.token}, then {held.token}")
         earlier_lives.append(life)
         return life
+
+    def check_second_look(self, task: Any, earlier_lives: list[Life]) -> None:
+        """A delivery that has waited for another, and not looked since, runs when that has told its end."""
+        call, options = task.request._setnx_run.call, task._guard.options
+        has_waited = task.acks_late and call.redelivered and call.waits and call.copy == ORIGINAL
+        last_us = max((earlier.ended_us for earlier in earlier_lives), default=0)
+        if has_waited and not (call.asked or options.hold_on_retry) and self.world.now_us - last_us < US:
+            self.world.broken(f"{call.task_id} runs just after another delivery of it has ended")
+
+    def meets(self, call: Call, holder: Holder) -> None:
+        """A call meets a conflict: none that was woken just ahead of its start, for which it waits."""
+        is_near = holder.state == "paced" and (holder.deadline or 0.0) - self.world.now_us / US < AHEAD_S
+        if call.copy != ORIGINAL and is_near and self.world.is_calm:
+            self.world.broken(f"{call.task_id} was woken just ahead of its start, and is to wait once more")
+
+    def on_refused(self, task_id: str) -> None:
+        """The broker does not take a call's message: a lock that is kept for it is free a moment later."""
+        world, server, process, epoch = self.world, self.server, self.world.process, self.server.epoch
+        refused_us, was_full = world.now_us, server.data.is_full
+
+        def look() -> None:
+            was_hindered = process.is_dead or any(at >= refused_us for at in process.hindered_at)
+            if was_hindered or was_full or server.data.is_full or server.epoch != epoch:
+                return
+            if self.checker.kept_for(self.key, task_id) < refused_us:
+                world.broken(f"{task_id} was not sent, and its lock is kept for it")
+
+        world.at(refused_us + round(0.9 * US), look)
 
     def has_failed(self, task: Any) -> bool:
         """Whether a call was told as failed before this delivery of it began, and for good."""
@@ -193,7 +228,13 @@ class Calls:
         # Its process has died when that was stored: it is delivered again, or had sent its message before.
         is_sent_again = task.acks_late or request.retries > 0 or request._setnx_run.call.waits
         may_come = is_sent_again and self.has_died(request.id)
-        return not may_come and ("unasked", request.id) not in self.broker.failed
+        is_unasked = ("unasked", request.id) in self.broker.failed
+        return not (may_come or is_unasked or self.is_unheard_of(request.id))
+
+    def is_unheard_of(self, task_id: str) -> bool:
+        """Whether Redis may not have heard that a call has failed which the broker has taken, unconfirmed."""
+        at_us = self.broker.failed.get(("unconfirmed", task_id))
+        return at_us is not None and any(at >= at_us for at in self.broker.failed_in[task_id].hindered_at)
 
     def may_not_come(self, task_id: str) -> bool:
         """Whether a call may have ended that has not said so."""
@@ -206,8 +247,9 @@ class Calls:
         if "doubled" in ways:
             # One that the second has overtaken does not know that there is one; and the lock is given back
             # before its end is stored.
+            stored_us = self.stored_us.get(request.id, self.world.now_us)
             is_flagged = request._setnx_run.call.redelivered
-            return what != "ok" or not is_flagged or not task.AsyncResult(request.id).ready()
+            return what != "ok" or not is_flagged or task.lock._since_us <= stored_us
         return what != "ok" and "unconfirmed" in ways
 
     def has_lost_its_parent(self, task_id: str) -> bool:
@@ -215,22 +257,22 @@ class Calls:
         return any(worker.process.is_dead and task_id in dict(worker.accepted) for worker in self.workers)
 
     def has_died(self, task_id: str) -> bool:
-        """Whether a process died that had accepted a call."""
+        """Whether a process died that had accepted a call, and not returned."""
         return any(
-            accepted == task_id and (process.is_dead or worker.process.is_dead)
+            running == task_id and (process.is_dead or worker.process.is_dead)
             for worker in self.workers
-            for accepted, process in worker.accepted
+            for running, process in worker.unreturned
         )
 
     def play(self) -> World:
         """The world, when all is over: lines go on in 30 s, and what Redis has lost comes by a courier."""
-        world = self.world
+        world, is_paced = self.world, "rate" in TASKS[self.task][0]
         for last_s in CALM_S:
             world.run(world.calm_at_us + round(last_s * US))
             left: list[str] = []
             world.spawn(world.process_of("last"), partial(self.note_ends, left), "last")
             world.run(world.now_us + US)
-            if not left or (last_s >= LAST_S and not self.server.epoch):
+            if not left or (last_s >= LAST_S and not (self.server.epoch or is_paced)):
                 break
         for task_id in left:
             world.broken(f"{task_id} ({self.sent[task_id][0]}) has not ended")
@@ -260,6 +302,18 @@ class Calls:
 def on_released(**told: Any) -> None:
     """A call of the seed that is played has given its lock back."""
     _playing.ended.on_released(**told)
+
+
+@lock_conflict.connect  # type: ignore[untyped-decorator]
+def on_conflict(sender: Any, holder: Holder, **_told: Any) -> None:
+    """A call has met one that holds the lock, or its pace."""
+    _playing.meets(sender.request._setnx_run.call, holder)
+
+
+@task_success.connect  # type: ignore[untyped-decorator]
+def on_stored(sender: Any, **_told: Any) -> None:
+    """A call's result was stored."""
+    _playing.stored_us.setdefault(sender.request.id, _playing.world.now_us)
 
 
 def play(seed: int, task: str = "") -> World:

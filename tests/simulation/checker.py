@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from celery_setnx.lock.line import PASSED_OVER
@@ -25,9 +26,13 @@ class Life:
     limit: int
     epoch: int
     since_us: int
-    has_ended: bool = False
+    ended_us: int = 0
     released_in: int | None = None
     is_lost: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        return self.ended_us > 0
 
     def is_live(self, epoch: int) -> bool:
         """Whether it may rely on its lock now, in data that were not lost since it began."""
@@ -86,7 +91,7 @@ class Checker:
     def ends(self, life: Life) -> None:
         """A body ends."""
         self.world.note("ends", life.held.token, key=life.held.key)
-        life.has_ended = True
+        life.ended_us = self.world.now_us
 
     def released(self, life: Life, word: str, relied: bool) -> None:
         """A lock was given back: whoever could rely on it is told no loss."""
@@ -141,12 +146,24 @@ class Checker:
         """Who holds a lock by the server's records, since when; in this state, or in any."""
         found = {}
         now_us = self.world.now_us
-        for name, entry in self.server.data.keys.items():
-            if name.startswith(key.encode()) and name.endswith(b":holder"):
-                token, deadline, _fence, its_state, since, *_ = entry.value.decode().split("\n")
-                if state in ("", its_state) and int(deadline) > now_us:
-                    found[token] = int(since)
+        for token, deadline, _fence, its_state, since, *_ in self._records(key):
+            if state in ("", its_state) and int(deadline) > now_us:
+                found[token] = int(since)
         return found
+
+    def _records(self, key: str) -> list[list[str]]:
+        """Those of all permits."""
+        return [
+            entry.value.decode().split("\n")
+            for name, entry in self.server.data.keys.items()
+            if name.startswith(key.encode()) and name.endswith(b":holder")
+        ]
+
+    def kept_for(self, key: str, task_id: str) -> float:
+        """Since when a permit is kept for a call that is to be woken; infinity if none is."""
+        handed = [words for words in self._records(key) if words[3] == "handed"]
+        live = [words[4:] for words in handed if int(words[1]) > self.world.now_us]
+        return min((int(since) for since, heir in live if heir == task_id), default=inf)
 
     def _check_keys(self) -> None:
         for name, entry in self.server.data.keys.items():

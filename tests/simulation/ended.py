@@ -24,6 +24,7 @@ class Ended:
     server: Redis
     began: dict[str, int] = field(default_factory=dict)  # by id: in which epoch
     released: dict[str, tuple[int, int]] = field(default_factory=dict)  # by id: epoch, and when
+    at: dict[str, int] = field(default_factory=dict)  # by id: when it has given it back, for the last time
     kept: tuple[str, int] = ("", 0)  # for whose retry the lock is held, and the epoch
     is_discarded: Callable[[str], bool] = lambda _task_id: False  # whether a call may not come
 
@@ -56,6 +57,7 @@ class Ended:
 
     def on_released(self, task_id: str, outcome: str, **_details: Any) -> None:
         """A call has given its lock back."""
+        self.at[task_id] = self.world.now_us
         is_same = self.began.get(task_id) == self.server.epoch
         if is_same and outcome in ("released", "repaired", "resting"):
             self.released[task_id] = self.server.epoch, self.world.now_us

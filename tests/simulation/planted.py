@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from celery_setnx import request
-from celery_setnx.call import fanout, guard, wake
+from celery_setnx.call import ended, fanout, guard, wake
 from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import keeper, lock
 from celery_setnx.lock.record import ORIGINAL
@@ -278,6 +278,81 @@ def paced_line_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "_PACED_AGAIN_S", 30.0)
 
 
+def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delivery that has waited for another of its call runs as soon as that has given its lock back."""
+    monkeypatch.setattr(run.Run, "_look_once_more", lambda *_args: None)
+
+
+def success_asked_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call asks whether it has succeeded before it has its lock, and not under it."""
+    execute, result_before = run.Run._execute, run.Run._result_before
+
+    def asking(of: run.Run, body: Any) -> Any:
+        result = result_before(of)
+        return execute(of, body) if result is UNSET else result
+
+    monkeypatch.setattr(run.Run, "_execute", asking)
+    monkeypatch.setattr(run.Run, "_result_before", lambda _run: UNSET)
+
+
+def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies ends all runs that its parent still knows of it, not only the last one."""
+    has_not = property(lambda _request: False, lambda *_args: None)
+    monkeypatch.setattr(request.SingletonRequest, "_has_returned", has_not)
+
+
+def dead_are_not_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The starts of a pace are looked at when a call returns, and not when its process has died."""
+    look_soon = request.look_soon
+
+    def looking(*args: Any) -> None:
+        thread = calls._playing.world.current
+        if thread is None or thread.name != "ends":
+            look_soon(*args)
+
+    monkeypatch.setattr(request, "look_soon", looking)
+
+
+def put_back_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that has put a call back into a paced line leaves its start to the next sweep."""
+    monkeypatch.setattr(sweep, "_put_back", lambda app, order: courier.put_back(app, order, wait_s=0.0))
+
+
+def end_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a delivery is due now, and what a look has noted meanwhile is forgotten with that."""
+
+    def soon(of: looks.TimedLooks) -> None:
+        of._has_ended = True
+        of.within(0.0)
+
+    monkeypatch.setattr(looks.TimedLooks, "soon", soon)
+
+
+def woken_ahead_parks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that was woken just ahead of its start goes back into its line."""
+    asks_again_in = acquire.Asking._asks_again_in
+
+    def asking(of: acquire.Asking, outcome: lock.Outcome, *, parks_now: bool) -> float:
+        return 0.0 if outcome.paced and of._is_woken else asks_again_in(of, outcome, parks_now=parks_now)
+
+    monkeypatch.setattr(acquire.Asking, "_asks_again_in", asking)
+
+
+def ended_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mark of older data counts, also of a call that has ended."""
+    monkeypatch.setattr(ended, "_free", lambda *_args: False)
+
+
+def unplaced_not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of whose place Redis has not heard has no courier that says so."""
+    monkeypatch.setattr(park, "replace", lambda order, **_changes: order)
+
+
+def outage_puts_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that the broker does not take has been woken in vain: it is passed over."""
+    monkeypatch.setattr(wake, "_take_back", lambda *_args: None)
+
+
 class Planted(NamedTuple):
     """A defect, the scenario that finds it, and a seed by which it does at present: it is played first."""
 
@@ -295,11 +370,11 @@ PLANTED = [
     Planted(partial(calls.play, task="waits"), no_wakeup, 1),
     Planted(partial(calls.play, task="waits"), no_courier, 20),
     Planted(partial(calls.play, task="slow"), line_not_noted, 12),
-    Planted(partial(calls.play, task="waits"), sweep_serves_nobody, 198),
+    Planted(partial(calls.play, task="waits"), sweep_serves_nobody, 246),
     Planted(partial(calls.play, task="paced"), no_timed_look, 2),
     Planted(partial(calls.play, task="once_early"), window_not_taken_back, 2),
     Planted(partial(calls.play, task="joins_late"), joins_each_other, 417),
-    Planted(partial(calls.play, task="joins"), late_command, 670),
+    Planted(partial(calls.play, task="holds"), late_command, 32),
     Planted(partial(calls.play, task="waits_late"), backend_not_asked, 32),
     Planted(partial(calls.play, task="retries"), twin_of_a_retry, 26),
     Planted(partial(calls.play, task="waits_late"), leaves_late, 831),
@@ -310,12 +385,22 @@ PLANTED = [
     Planted(partial(calls.play, task="once_early"), stored_success_taken_back, 56),
     Planted(partial(calls.play, task="waits"), parked_has_failed, 12),
     Planted(partial(calls.play, task="retries_early"), failed_comes_back, 67),
-    Planted(partial(calls.play, task="queued_early"), death_keeps_mark, 1084),
+    Planted(partial(calls.play, task="queued_early"), death_keeps_mark, 1301),
     Planted(partial(calls.play, task="holds"), early_retry_gives_back, 7),
-    Planted(partial(calls.play, task="waits_late"), started_by_message, 73),
+    Planted(partial(calls.play, task="waits_late"), started_by_message, 85),
     Planted(partial(calls.play, task="paced"), early_sweeps_alone, 37),
     Planted(partial(calls.play, task="queued"), marks_before_it_sends, 605),
     Planted(partial(calls.play, task="unique"), unsent_stay_marked, 11),
-    Planted(partial(calls.play, task="waits_late"), retry_is_another_call, 165),
+    Planted(partial(calls.play, task="waits_late"), retry_is_another_call, 173),
     Planted(calls.play, paced_line_waits_long, 1178),
+    Planted(partial(calls.play, task="retries"), no_second_look, 12),
+    Planted(partial(calls.play, task="retries"), success_asked_early, 80),
+    Planted(partial(calls.play, task="waits"), later_death_is_its, 125),
+    Planted(partial(calls.play, task="paced"), dead_are_not_looked_after, 762),
+    Planted(partial(calls.play, task="slow"), put_back_unseen, 4798),
+    Planted(partial(calls.play, task="slow"), end_lost_between_threads, 1118),
+    Planted(partial(calls.play, task="paced"), woken_ahead_parks, 2),
+    Planted(partial(calls.play, task="unique"), ended_stays, 65),
+    Planted(partial(calls.play, task="waits"), unplaced_not_put_back, 1222),
+    Planted(partial(calls.play, task="waits"), outage_puts_off, 37),
 ]

@@ -6,12 +6,14 @@ import random
 from functools import partial
 from typing import TYPE_CHECKING
 
-from celery.states import FAILURE, REVOKED
+from billiard.exceptions import WorkerLostError
+from celery.states import FAILURE, READY_STATES, REVOKED
 from kombu.exceptions import OperationalError
 
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.marks import GRACE_S
 from celery_setnx.lock.names import mark_name
+from tests.simulation.checker import TOLD_S
 from tests.simulation.scheduler import US
 from tests.simulation.substitutes import sleep
 
@@ -48,10 +50,18 @@ class Publisher:
             for task_id in self.scene.sent:
                 if self.task.AsyncResult(task_id).state in (FAILURE, REVOKED):
                     self.failed.setdefault(task_id, self.asked_us)
-            try:
-                self.send(calls)
-            except (SetnxError, OperationalError) as error:
-                world.note("is not published", error)
+            self.try_to_send(calls)
+        if self.scene.server.came_back_older:  # and may have marks, and locks held, of what has ended
+            sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S)
+            self.asked_us, self.epoch = world.now_us, self.scene.server.epoch
+            self.try_to_send([self.drawn()])
+
+    def try_to_send(self, calls: list[tuple[int, float, str]]) -> None:
+        """Send them; where Redis or the broker is away, it is said."""
+        try:
+            self.send(calls)
+        except (SetnxError, OperationalError) as error:
+            self.world.note("is not published", error)
 
     def send(self, calls: list[tuple[int, float, str]]) -> None:
         """One call, or several at a time."""
@@ -94,7 +104,8 @@ class Publisher:
         scene, world, asked_us = self.scene, self.world, self.asked_us
         world.note("is a duplicate of", task_id, *call)
         why = ""
-        if asked_us - max(self.failed.get(task_id, asked_us), world.calm_at_us) > SWEPT_S * US:
+        failed_us = max(self.failed.get(task_id, asked_us), world.calm_at_us)
+        if asked_us - failed_us > SWEPT_S * US and not scene.has_lost_its_parent(task_id):
             why = "had failed"
         if scene.task == "queued" and scene.began.get(task_id, asked_us) < asked_us:
             why = "had begun"
@@ -105,5 +116,15 @@ class Publisher:
         mark = scene.server.data.keys.get(mark_name(scene.key).encode())
         if mark and task_id not in scene.broker.taken and mark.expiry - asked_us // 1_000 > GRACE_S * 1_000:
             why = "is marked for longer than its sending may take"
+        if scene.server.came_back_older and self.had_ended(task_id):
+            world.broken(f"call {call[0]} was dropped for {task_id}, which has ended, by older data")
         if why and not scene.server.epoch:
             world.broken(f"call {call[0]} was dropped for {task_id}, which {why}")
+
+    def had_ended(self, task_id: str) -> bool:
+        """Whether a call has ended so long ago that nothing of it counts, whatever older data say."""
+        scene, end = self.scene, self.task.AsyncResult(task_id)
+        is_known = end.state in READY_STATES and not isinstance(end.result, WorkerLostError)  # it may retry
+        at_us = max(scene.ended.at.get(task_id, self.asked_us), self.world.calm_at_us, *scene.server.lost_at)
+        counts_s = TOLD_S + (self.task._guard.options.dedupe_for or 0.0)
+        return is_known and self.asked_us - at_us > counts_s * US

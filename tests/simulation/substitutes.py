@@ -75,6 +75,13 @@ def monotonic() -> float:
     return (_world.now_us - 1_600_000_000 * US) / US
 
 
+def _read() -> float:
+    """The clock; in every eighth seed other threads go on as it is read, as they may anywhere in Python."""
+    if _world.seed % 8 == 6 and _world.current is not None:
+        _world.sleep(_world.random.random() ** 4 * 0.02)
+    return monotonic()
+
+
 def _time() -> float:
     return (_world.now_us + _world.process.skew_us) / US
 
@@ -289,7 +296,7 @@ _THREADING = {
     "get_ident": _ident,
 }
 _FOR: list[tuple[Any, Any]] = [
-    (time, _Stand(time, **_TIME)),
+    (time, _Stand(time, **{**_TIME, "monotonic": _read})),
     (threading, _Stand(threading, **_THREADING)),
     (os, _Stand(os, getpid=lambda: _world.process.pid, urandom=_urandom)),
     (uuid, _Stand(uuid, uuid4=_uuid4)),

@@ -45,7 +45,10 @@ class Broker:
         self.taken: set[str] = set()  # ids of its messages, also of those that nobody knows it has taken
         # How a publish did, or a delivery, of which message, and when.
         self.failed: dict[tuple[str, str], int] = {}
-        self.parked: dict[str, int] = {}  # whose process has died unheard since, and in which epoch
+        self.failed_in: dict[str, Process] = {}  # which process has sent it then
+        self.on_refused: Callable[[str], None] = lambda _task_id: None
+        # Processes that died unheard when their call had parked: in which epoch, and when.
+        self.parked: dict[Process, tuple[int, int]] = {}
         self.is_failed: dict[str, bool] = {}  # whether a call was told as failed when its last delivery began
         # What else goes wrong is drawn apart: it changes the history of those seeds only in which it does.
         self._draw = random.Random(f"{world.seed} broker")
@@ -66,6 +69,9 @@ class Broker:
         if self.world.go_wrong(what, 0.05):
             self.world.note("publish is", what, task_id)
             self.failed[what, task_id] = self.world.now_us
+            self.failed_in[task_id] = self.world.process
+            if what == "refused":
+                self.on_refused(task_id)
             raise OperationalError(what)
 
     def add(self, message: Any) -> None:
@@ -89,14 +95,18 @@ class Broker:
 
         self.world.at(self.world.now_us + self._draw.randrange(2_000_000), add)
 
+    @property
+    def _is_its_time(self) -> bool:
+        return self.world.seed % 4 != 2 or self.world.is_calm
+
     def may_die_unheard(self, task_id: str, error: object) -> None:
-        """A child may die when its call has ended, before its parent hears of that; also when all is calm."""
-        if self._unheard_ends > 0 and self._draw.random() < 0.3:
+        """A child may die when its call has ended, before its parent hears of it; in some seeds in calm."""
+        if self._unheard_ends > 0 and self._is_its_time and self._draw.random() < 0.3:
             self._unheard_ends -= 1
             server, ticket = self.world.server, f":ticket:{task_id}".encode()
             # One whose parking Redis has not heard is told as failed: its courier does not have it run.
             if isinstance(error, Parked) and any(ticket in name for name in server.data.keys):
-                self.parked[task_id] = server.epoch
+                self.parked[self.world.process] = server.epoch, self.world.now_us
             self.world.kill(self.world.process)
 
     def add_again(self, messages: list[Any], after_s: float) -> None:
@@ -151,6 +161,8 @@ class Worker:
         self.unacked: dict[int, Any] = {}
         self.running: dict[Process, tuple[Any, Any]] = {}  # by child: id of its call, error callback
         self.accepted: list[tuple[str, Process]] = []
+        self.unreturned: list[tuple[str, Process]] = []  # of these
+        self.garbage: list[Any] = []  # requests that are over, in seeds that collect none
         self.count = children
         world.spawn(self.process, self.parent, "parent")
 
@@ -239,6 +251,8 @@ class Worker:
 
     def apply_async(self, _trace: Any, args: Any, **callbacks: Any) -> Any:
         """Have a child run it."""
+        if self.world.seed % 4 == 1:
+            self.garbage.append(callbacks)
         self.jobs.put((pickle.dumps(args), callbacks))
 
     def fork(self) -> None:
@@ -256,19 +270,25 @@ class Worker:
             self.running[process] = task_id, callbacks["error_callback"]
             self.inbox.put(partial(self.on_accepted, process, task_id, callbacks["accept_callback"]))
             self.world.note("runs", task_id)
-            self.broker.parked.pop(task_id, None)
             self.broker.is_failed[task_id] = app.AsyncResult(task_id).state == FAILURE
             result = trace_task_ret(name, task_id, *rest, app=app)
             error = getattr(result[1], "exception", result[1])
             self.broker.may_die_unheard(task_id, getattr(error, "exc", error))
             self.running.pop(process, None)
             self.world.note("has run", task_id, repr(error))
-            self.inbox.put(partial(callbacks["callback"], pickle.loads(pickle.dumps(result))))
+            returned = pickle.loads(pickle.dumps(result))
+            self.inbox.put(partial(self.on_returned, process, task_id, callbacks["callback"], returned))
 
     def on_accepted(self, process: Process, task_id: str, accept: Callable[..., Any]) -> None:
         """The parent hears that a child has it."""
         self.accepted.append((task_id, process))
+        self.unreturned.append((task_id, process))
         accept(process.pid, substitutes.monotonic())
+
+    def on_returned(self, process: Process, task_id: str, callback: Callable[..., Any], result: Any) -> None:
+        """The parent hears that a child has run it: from now on the child's death is not this run's."""
+        callback(result)
+        self.unreturned.remove((task_id, process))
 
     def on_death(self, process: Process) -> None:
         """Of one of its processes."""
@@ -290,11 +310,11 @@ class Worker:
 
     def tell_of_death(self, task_id: str, error_callback: Callable[..., Any], process: Process) -> None:
         """Tell a call's request that its child has died: a call that waits in line has not failed."""
-        hindered, epoch = len(self.process.hindered_at), self.broker.parked.pop(task_id, None)
+        epoch, died_us = self.broker.parked.pop(process, (None, self.world.now_us))
         had_failed = self.app.AsyncResult(task_id).state == FAILURE
         error_callback(_info_of(WorkerLostError(f"child {process.pid} died")))
         has_failed = not had_failed and self.app.AsyncResult(task_id).state == FAILURE
-        if len(self.process.hindered_at) > hindered:  # what has become of it could not be asked
+        if any(at >= died_us for at in self.process.hindered_at):  # what has become of it could not be asked
             self.broker.failed["unasked", task_id] = self.world.now_us
         elif has_failed and epoch == self.world.server.epoch:
             self.world.broken(f"{task_id} waits in line, and is told as failed")
