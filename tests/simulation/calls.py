@@ -212,8 +212,9 @@ class Calls:
         refused_us, was_full = world.now_us, server.data.is_full
 
         def look() -> None:
-            was_hindered = process.is_dead or any(at >= refused_us for at in process.hindered_at)
-            if was_hindered or was_full or server.data.is_full or server.epoch != epoch:
+            if process.is_dead or process.was_hindered(refused_us) or server.epoch != epoch:
+                return
+            if was_full or server.data.is_full:
                 return
             if self.checker.kept_for(self.key, task_id) < refused_us:
                 world.broken(f"{task_id} was not sent, and its lock is kept for it")
@@ -233,8 +234,8 @@ class Calls:
 
     def is_unheard_of(self, task_id: str) -> bool:
         """Whether Redis may not have heard that a call has failed which the broker has taken, unconfirmed."""
-        at_us = self.broker.failed.get(("unconfirmed", task_id))
-        return at_us is not None and any(at >= at_us for at in self.broker.failed_in[task_id].hindered_at)
+        way = "unconfirmed", task_id
+        return way in self.broker.failed and self.broker.failed_in[way].was_hindered(self.broker.failed[way])
 
     def may_not_come(self, task_id: str) -> bool:
         """Whether a call may have ended that has not said so."""

@@ -46,18 +46,17 @@ class Publisher:
                 calls += [self.drawn() for _ in range(self.random.choice((1, 2, 4)))]
             if rng.random() < 0.1:
                 sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S * rng.random())
-            self.asked_us, self.epoch = world.now_us, self.scene.server.epoch
-            for task_id in self.scene.sent:
-                if self.task.AsyncResult(task_id).state in (FAILURE, REVOKED):
-                    self.failed.setdefault(task_id, self.asked_us)
             self.try_to_send(calls)
         if self.scene.server.came_back_older:  # and may have marks, and locks held, of what has ended
             sleep((world.calm_at_us - world.now_us) / US + 2.0 * SWEPT_S)
-            self.asked_us, self.epoch = world.now_us, self.scene.server.epoch
             self.try_to_send([self.drawn()])
 
     def try_to_send(self, calls: list[tuple[int, float, str]]) -> None:
-        """Send them; where Redis or the broker is away, it is said."""
+        """Send them, and know what was so before; where Redis or the broker is away, it is said."""
+        self.asked_us, self.epoch = self.world.now_us, self.scene.server.epoch
+        for task_id in self.scene.sent:
+            if self.task.AsyncResult(task_id).state in (FAILURE, REVOKED):
+                self.failed.setdefault(task_id, self.asked_us)
         try:
             self.send(calls)
         except (SetnxError, OperationalError) as error:
@@ -110,7 +109,7 @@ class Publisher:
         if scene.task == "queued" and scene.began.get(task_id, asked_us) < asked_us:
             why = "had begun"
         refused_us = scene.broker.failed.get(("refused", task_id), asked_us)
-        is_hindered = any(at >= refused_us for at in world.process.hindered_at)  # when it took the mark back
+        is_hindered = world.process.was_hindered(refused_us)  # when it took the mark back
         if asked_us - refused_us > (GRACE_S * US if is_hindered else 0) and task_id not in scene.sent:
             why = "was not sent"
         mark = scene.server.data.keys.get(mark_name(scene.key).encode())

@@ -45,6 +45,10 @@ class Process:
         self.state: list[Any] = []
         self.skew_us = round(world.random.uniform(-5, 5) * US)  # of its wall clock
 
+    def was_hindered(self, since_us: int) -> bool:
+        """Whether something was in the way of its commands since then."""
+        return any(at >= since_us for at in self.hindered_at)
+
     def __str__(self) -> str:
         return self.name
 

@@ -45,7 +45,7 @@ class Broker:
         self.taken: set[str] = set()  # ids of its messages, also of those that nobody knows it has taken
         # How a publish did, or a delivery, of which message, and when.
         self.failed: dict[tuple[str, str], int] = {}
-        self.failed_in: dict[str, Process] = {}  # which process has sent it then
+        self.failed_in: dict[tuple[str, str], Process] = {}  # and which process has sent it
         self.on_refused: Callable[[str], None] = lambda _task_id: None
         # Processes that died unheard when their call had parked: in which epoch, and when.
         self.parked: dict[Process, tuple[int, int]] = {}
@@ -69,7 +69,7 @@ class Broker:
         if self.world.go_wrong(what, 0.05):
             self.world.note("publish is", what, task_id)
             self.failed[what, task_id] = self.world.now_us
-            self.failed_in[task_id] = self.world.process
+            self.failed_in[what, task_id] = self.world.process
             if what == "refused":
                 self.on_refused(task_id)
             raise OperationalError(what)
@@ -314,7 +314,7 @@ class Worker:
         had_failed = self.app.AsyncResult(task_id).state == FAILURE
         error_callback(_info_of(WorkerLostError(f"child {process.pid} died")))
         has_failed = not had_failed and self.app.AsyncResult(task_id).state == FAILURE
-        if any(at >= died_us for at in self.process.hindered_at):  # what has become of it could not be asked
+        if self.process.was_hindered(died_us):  # what has become of it could not be asked
             self.broker.failed["unasked", task_id] = self.world.now_us
         elif has_failed and epoch == self.world.server.epoch:
             self.world.broken(f"{task_id} waits in line, and is told as failed")
