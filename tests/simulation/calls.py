@@ -95,7 +95,6 @@ class Calls:
         self.began: dict[str, int] = {}
         self.stored_us: dict[str, int] = {}  # when it was stored that a call has succeeded
         self.dropped: set[str] = set()
-        self.discarded: set[str] = set()  # revoked, or with an expiry
         self.workers: list[workers.Worker] = []
         world.calm_at_us = world.now_us + round(TROUBLE_S * US)
         world.at(world.now_us, self.server.trouble)
@@ -148,7 +147,7 @@ class Calls:
     def revoke(self, task_id: str) -> None:
         """All workers hear that a call is not to run."""
         self.world.note("is revoked", task_id)
-        self.discarded.add(task_id)
+        self.broker.discarded.add(task_id)
         state.revoked.add(task_id)
 
     def body(self, task: Any, number: int, seconds: float, what: str) -> object:
@@ -239,7 +238,7 @@ class Calls:
 
     def may_not_come(self, task_id: str) -> bool:
         """Whether a call may have ended that has not said so."""
-        return task_id in self.discarded | self.dropped or self.has_died(task_id)
+        return task_id in self.broker.discarded | self.dropped or self.has_died(task_id)
 
     def has_twin(self, task: Any, what: str) -> bool:
         """Whether a delivery may have a twin that has run, of which no stored success tells it."""
@@ -290,7 +289,7 @@ class Calls:
         lost = {each for each in states if each in self.dropped or (may_be_lost and self.has_died(each))}
         # What the broker did not take back is told as failed, and what is revoked or expires as revoked. Then
         # the attempt that has sent it, which ends later, is stored above that, as Celery's own is.
-        early = self.discarded | {each for _, each in self.broker.failed if not acks_late}
+        early = self.broker.discarded | {each for _, each in self.broker.failed if not acks_late}
         lost |= {each for each in states if each in early and states[each] == RETRY}
         for task_id, end in states.items():
             self.world.note("ends as", end, task_id)

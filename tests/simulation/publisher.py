@@ -71,9 +71,9 @@ class Publisher:
             if getattr(result, "deduplicated", False):
                 self.is_dropped(calls[0], result.id)
             else:
-                self.is_sent(calls[0], result.id, expires)
+                self.is_sent(calls[0], result.id)
             return
-        for_each = {"accepted": partial(self.is_sent, expires=expires), "duplicate": self.is_dropped}
+        for_each = {"accepted": self.is_sent, "duplicate": self.is_dropped}
         self.task.fan_out(
             calls,
             batch_size=self.random.choice((1, 2, 5)),
@@ -88,13 +88,11 @@ class Publisher:
         seconds = rng.choice((0.0, 0.01, 0.3, 2.0)) * rng.random()
         return self.count, seconds, rng.choice(("ok", "ok", "ok", "fails", "retries", "unstorable"))
 
-    def is_sent(self, call: tuple[int, float, str], task_id: str, expires: float | None) -> None:
+    def is_sent(self, call: tuple[int, float, str], task_id: str) -> None:
         """The broker has taken it, and anybody may revoke it."""
         scene, world = self.scene, self.world
         world.note("publishes", task_id, *call)
         scene.sent[task_id] = call[2], self.epoch
-        if expires is not None:
-            scene.discarded.add(task_id)
         if world.random.random() < self.revokes:
             world.at(self.asked_us + world.random.randrange(9 * US), partial(scene.revoke, task_id))
 

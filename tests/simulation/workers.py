@@ -43,6 +43,7 @@ class Broker:
         self.world, self.messages = world, list[Any]()
         self.readers: list[Worker] = []
         self.taken: set[str] = set()  # ids of its messages, also of those that nobody knows it has taken
+        self.discarded: set[str] = set()  # ids of calls that are revoked, or have an expiry
         # How a publish did, or a delivery, of which message, and when.
         self.failed: dict[tuple[str, str], int] = {}
         self.failed_in: dict[tuple[str, str], Process] = {}  # and which process has sent it
@@ -77,6 +78,8 @@ class Broker:
     def add(self, message: Any) -> None:
         """Have it read by any worker."""
         self.taken.add(message["headers"]["id"])
+        if message["headers"].get("expires"):
+            self.discarded.add(message["headers"]["id"])
         self.messages.append(message)
         for reader in self.readers:
             reader.inbox.put(None)
