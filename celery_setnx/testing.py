@@ -395,4 +395,6 @@ def _escaped(text: str) -> str:
 def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:
     """Run lua/age.lua: its word."""
     beside = (*line_names(lock), mark_name(lock), permits_name(lock), done_name(lock), starts_name(lock))
-    return str(_AGE(client, lock, (lock, record_name(lock), *beside), PLAIN, round(by_s * 1e6), *living)[0])
+    return str(
+        _AGE.of(client, lock, (lock, record_name(lock), *beside), PLAIN, round(by_s * 1e6), *living)[0]
+    )

@@ -210,7 +210,7 @@ def test_keeper_after_a_slow_reply_renews_before_the_deadline(proxy, watch, far,
     client = far()
     watch.hold(client=client).renew()  # from now on the server knows both scripts
     watch.client.delete("a", "{a}:holder")
-    script = {"acquire": lock_module._ACQUIRE.one, "renew": lock_module._RENEW}[verb].sha.encode()
+    script = {"acquire": lock_module._ACQUIRE, "renew": lock_module._RENEW}[verb].sha.encode()
     slow = {"containing": script, "meanwhile": lambda: watch.pass_time(22.5)}
     if verb == "acquire":
         with proxy.fault("delay_reply", **slow):

@@ -32,7 +32,8 @@ from celery_setnx.lock.names import (
 from celery_setnx.lock.record import ENDED, ORIGINAL, PLAIN, Holder, Terms, current_holder
 from celery_setnx.lock.scripts import PermitScript, Script, is_cluster, replies_to, reply_to, value_of
 
-_PARK, _LEAVE, _INSTEAD = PermitScript("park"), PermitScript("leave"), Script("instead")
+_PARK, _LEAVE = PermitScript("park"), PermitScript("leave")
+_INSTEAD = Script("instead")
 _DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
 
 _TICKET = re.compile(r"(\d+)\|(.*)\|(\d+)", re.DOTALL)
@@ -106,7 +107,7 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
     argv = (*waiter, _remember_ms(place), place.terms or 0, *_said(place))
-    word, now_us, value, record, rank = _PARK(client, place.key, _keys(place), place.terms or PLAIN, *argv)
+    word, now_us, value, record, rank = _PARK.of(client, place.key, _keys(place), place.terms or PLAIN, *argv)
     return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
 
 
@@ -117,7 +118,7 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     started, in which case nothing was changed.
     """
     argv = (place.task_id, place.attempt, copy, _remember_ms(place), *_said(place))
-    reply = _LEAVE(client, place.key, _keys(place), place.terms or PLAIN, *argv)
+    reply = _LEAVE.of(client, place.key, _keys(place), place.terms or PLAIN, *argv)
     return str(reply[0])
 
 

@@ -66,15 +66,16 @@ HAND_OVER_S = 10.0
 """Seconds for which a lock is kept at most for the task that is woken for it."""
 
 AHEAD_S = 0.02
-"""Seconds before its start at which a call may be handed a permit (lua/permits.lua): it asks again then."""
+"""Seconds before its start at which a call may be handed a permit (lua/pace.lua): it asks again then."""
 
 _HAND_OVER_US = round(HAND_OVER_S * US)
 _NO_WAITER = (ORIGINAL, 0, 0, 0, 0, False, False)  # what acquire.lua is told of a call that has not waited
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
-_ACQUIRE, _SERVE = PermitScript("acquire", asks_pace=True), PermitScript("serve", asks_pace=True)
+_ACQUIRE = PermitScript("acquire", asks_pace=True)
+_SERVE = PermitScript("serve")
 _FREE, _LOOK = PermitScript("free"), PermitScript("look")
-_RENEW, _RELEASE, _HOLD = map(Script, ("renew", "release", "hold"))
+_RENEW, _RELEASE, _HOLD = Script("renew"), Script("release"), Script("hold")
 MOST_PERMITS, MOST_STARTS = 100, 1000
 LONGEST_PERIOD_S = 366 * DAY_S  # between two starts
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
@@ -473,11 +474,17 @@ class SetnxLock:
             LockUnavailable: Redis did not decide.
             LockRefused: Redis refuses a command.
         """
-        keys = (self.name, self.record, *line_names(self.name), permits_name(self.name))
+        keys = (
+            self.name,
+            self.record,
+            *line_names(self.name),
+            permits_name(self.name),
+            starts_name(self.name),
+        )
         hand_over_us, token = min(_HAND_OVER_US, self._lease_us), os.urandom(16).hex()
         argv: tuple[Any, ...] = (token, hand_over_us, _REMEMBER_RELEASE_MS, self._lease_us)
         argv += (dead, away or unsent, "unsent" if unsent else "", self.terms if knows_terms else 0)
-        reply = _SERVE(self.client, self.name, keys, self.terms, *argv)
+        reply = _SERVE.of(self.client, self.name, keys, self.terms, *argv)
         word, now_us, value, record, heir, call, next_us = reply
         found = parse_holder(record, value, int(now_us))
         look_in = max(0.0, (int(next_us) - int(now_us)) / US) if next_us != "0" else None
@@ -534,7 +541,7 @@ class SetnxLock:
             LockRefused: Redis refuses the command.
         """
         keys = (self.name, self.record, permits_name(self.name))
-        reply = _FREE(self.client, self.name, keys, self.terms, task_id, _REMEMBER_RELEASE_MS)
+        reply = _FREE.of(self.client, self.name, keys, self.terms, task_id, _REMEMBER_RELEASE_MS)
         return reply[0] in ("released", "repaired")
 
     def holder(self) -> Holder | None:
@@ -694,7 +701,7 @@ class SetnxLock:
         keys: tuple[str, ...] = (self.name, self.record)
         if with_waiters or self.line:
             keys += (line_names(self.name)[0], permits_name(self.name))
-        now_us, waiting, count, *found = _LOOK(self.client, self.name, keys, self.terms)
+        now_us, waiting, count, *found = _LOOK.of(self.client, self.name, keys, self.terms)
         end = 2 * int(count)
         return now_us, waiting, list(zip(found[:end:2], found[1:end:2])), found[end:]
 
@@ -843,7 +850,7 @@ def _acquire(lock: SetnxLock, token: str, dead: str, call_id: str, waiter: tuple
     if waiter or lock.terms != PLAIN:
         *said, second, shared = waiter or _NO_WAITER
         argv += (*said, lock.terms, int(second), int(shared))
-    return _ACQUIRE(lock.client, name, keys, lock.terms, *argv)
+    return _ACQUIRE.of(lock.client, name, keys, lock.terms, *argv)
 
 
 def _renew(

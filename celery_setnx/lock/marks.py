@@ -22,7 +22,8 @@ from celery_setnx.lock.scripts import Script, value_of
 GRACE_S = 10.0
 """Seconds for which a mark lasts until its message is known to be sent."""
 
-_MARK, _EXTEND, _UNMARK, _FORGET = Script("mark"), Script("extend"), Script("unmark"), Script("forget")
+_MARK, _FORGET = Script("mark"), Script("forget")
+_EXTEND, _UNMARK = Script("extend"), Script("unmark")
 
 
 def grace_s(lease: float) -> float:
@@ -78,7 +79,7 @@ def mark_all(
     lease_ms = max(1, int(lease * 1000))
     calls = []
     for mark in marks:
-        others = other_permits(mark.key, limit)[::2]
+        others = other_permits(mark.key, limit)
         keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0], done_name(mark.key))
         calls.append(((*keys, *others), (mark.task_id, lease_ms, dedupe)))
     replies = _MARK.many(client, calls)  # each [word, task id, now us, lock value, record]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
@@ -50,6 +50,8 @@ _UNNAMED = re.compile(r"can't run this command(?:.*@user_script: ?(\d+))?", re.D
 _CALLED = re.compile(r"redis\.call\('(\w+)'")
 _TRIED = re.compile(r"redis\.pcall\('(\w+)'")
 
+_USE = re.compile(r"^-- use: (.+)\n", re.MULTILINE)
+
 REDIS_ERRORS = (RedisError, RedisClusterException)
 """What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors."""
 
@@ -59,11 +61,13 @@ Settled = list[Any] | LockUnavailable | LockRefused
 
 
 class Script:
-    """One verb: a Lua file, or several, and its digest. The first of its keys is the one that errors name."""
+    """One verb: its Lua file, and its digest. The first of its keys is the one that errors name.
 
-    def __init__(self, *names: str) -> None:
-        lua = files("celery_setnx.lock") / "lua"
-        self.text = "".join((lua / f"{name}.lua").read_text("utf-8") for name in names)
+    The file says which texts it uses, and where they stand in it: `-- use: lock store`.
+    """
+
+    def __init__(self, verb: str) -> None:
+        self.text = assembled(verb, _lua)
         self.sha = sha1(self.text.encode()).hexdigest()
 
     def __call__(self, client: Any, keys: Keys, *arguments: Any) -> list[Any]:
@@ -144,27 +148,35 @@ class Script:
             return error
 
 
-class PermitScript:
-    """A verb that may be about any of a lock's permits. With one permit it needs no choice among them.
+class PermitScript(Script):
+    """A verb that may be about any of a lock's permits.
 
     One that starts calls, or lets them start, asks too whether their pace allows it.
     """
 
     def __init__(self, verb: str, *, asks_pace: bool = False) -> None:
-        self.one, self.several = Script(verb), Script("permits", verb)
+        super().__init__(verb)
         self.asks_pace = asks_pace
 
-    def __call__(self, client: Any, name: str, keys: Keys, terms: Terms, *arguments: Any) -> list[Any]:
+    def of(self, client: Any, name: str, keys: Keys, terms: Terms, *arguments: Any) -> list[Any]:
         """Run it for the lock of a name, told of so many permits; of more, if more are in use."""
-        if terms == PLAIN:
-            reply, count = self.one(client, keys, *arguments), 1
-        else:
-            reply, count = ["more"], terms.limit
         starts = (starts_name(name),) if self.asks_pace else ()
+        reply, count = ["more"], terms.limit
+        if terms == PLAIN:
+            reply = self(client, keys, *arguments)
         while reply[0] == "more":
             count = int(reply[1]) if len(reply) > 1 else count
-            reply = self.several(client, keys + starts + other_permits(name, count), *arguments)
+            reply = self(client, keys + starts + other_permits(name, count), *arguments)
         return reply
+
+
+def assembled(verb: str, file: Callable[[str], str]) -> str:
+    """A verb's text, with those that it uses in their places."""
+    return _USE.sub(lambda use: "".join(map(file, use[1].split())), file(verb))
+
+
+def _lua(name: str) -> str:
+    return (files("celery_setnx.lock") / "lua" / f"{name}.lua").read_text("utf-8")
 
 
 def value_of(client: Any, name: str) -> str | None:

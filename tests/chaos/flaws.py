@@ -17,38 +17,36 @@ from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock import scripts as scripts_module
 from celery_setnx.lock.keeper import Keeper
 from celery_setnx.lock.lock import HeldLock, SetnxLock
-from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.run import acquire as acquire_module
 from celery_setnx.run import courier as courier_module
 from celery_setnx.run import park as park_module
 from celery_setnx.run.sweep import Sweep
 
-_FREE_IF_OURS = "if h_token ~= token then return lost() end"
-_ALIVE = "\n  if now < h_deadline then"
-_LATER_COPY = "t_copy ~= '' and t_copy ~= copy then"
-_FENCE = "math.max(h_fence + 1, now)"
-_EXPIRE = "redis.call('PEXPIREAT', KEYS[1], expiry)"
+_FREE_IF_OURS = "if p.token ~= token then return {'lost', now, value, false, p.since or false} end"
+_HELD = "if p.kind == 'held' then return 'held' end"
+_DEADLINE = "deadline = tonumber(deadline or 0)"
+_EXPIRE = "redis.call('PEXPIREAT', p.lock, expiry)"
 _CLOCK = "local time = redis.call('TIME')"
 
 SCRIPTS: dict[str, tuple[str, str, str]] = {
     # Acquire never finds the lock taken.
-    "no_lock": ("acquire", "'SET', KEYS[1], value, 'NX',", "'SET', KEYS[1], value,"),
+    "no_lock": ("acquire", _HELD, _HELD.replace("return 'held'", "return 'acquired'")),
     # Release deletes the lock, whoever holds it.
     "plain_del": (
         "release",
         _FREE_IF_OURS,
-        "if h_token ~= token then redis.call('DEL', KEYS[1]) return {'released', now, value} end",
+        "if p.token ~= token then redis.call('DEL', KEYS[1]) return {'released', now, value} end",
     ),
     # A lock is taken over 10 ms before its deadline.
-    "take_over_10_ms_early": ("acquire", _ALIVE, "\n  if now < h_deadline - 10000 then"),
+    "take_over_10_ms_early": ("acquire", _DEADLINE, f"{_DEADLINE} - 10000"),
     # Renew begins with a command that a full server denies.
-    "greedy_renewal": ("renew", _EXPIRE, f"redis.call('GETSET', KEYS[1], value)\n{_EXPIRE}"),
+    "greedy_renewal": ("renew", _EXPIRE, f"redis.call('GETSET', p.lock, value)\n{_EXPIRE}"),
     # The fence is the server's clock, so it falls when the clock goes back.
-    "clock_fence": ("acquire", _FENCE, "now"),
+    "clock_fence": ("acquire", "before < now and since or int(before + 1)", "since"),
     # A line that was looked at is forgotten.
     "forgotten_line": ("settle", "if within == '' and not is_changed then", "if true then"),
     # A message that has started its call does not start it again when it is delivered again.
-    "claimed_once": ("acquire", _LATER_COPY, "t_copy ~= '' then"),
+    "claimed_once": ("acquire", "begun_by ~= '' and begun_by ~= copy", "begun_by ~= ''"),
 }  # fmt: skip
 """What is wrong with a script: its verb, what stands there once, and what stands there instead."""
 
@@ -91,10 +89,9 @@ def _put(owner: Any, attribute: str, instead: Any) -> Any:
     return was
 
 
-def _scripts(verb: str) -> list[Any]:
-    """A verb's script; of some verbs also the one that chooses among several permits."""
-    script = getattr(line_module if verb == "settle" else lock_module, f"_{verb.upper()}")
-    return [script.one, script.several] if isinstance(script, PermitScript) else [script]
+def _script(verb: str) -> Any:
+    """A verb's script."""
+    return getattr(line_module if verb == "settle" else lock_module, f"_{verb.upper()}")
 
 
 def _set_text(script: Any, text: str) -> None:
@@ -123,7 +120,7 @@ def no_deadline_check() -> None:
 
 def client_clock() -> None:
     """The worker's clock decides, not the server's."""
-    script = lock_module._ACQUIRE.one
+    script = lock_module._ACQUIRE
     template = script.text
     _replace(template, _CLOCK, "")
 
@@ -198,5 +195,5 @@ def seed(name: str) -> None:
         globals()[name]()
     else:
         verb, old, new = SCRIPTS[name]
-        for script in _scripts(verb):
-            _set_text(script, _replace(script.text, old, new))
+        script = _script(verb)
+        _set_text(script, _replace(script.text, old, new))

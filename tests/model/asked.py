@@ -44,7 +44,8 @@ TASKS = ("a", "b", "c", "b|b")
 TOKENS = ("a|0|0", "a|1|1", "b|0|1", "b|b|0|4", "|0|5", "one")
 STATES_OF_A_LOCK = ("running", "running", "resting", "failed", "released", *["held_for_retry", "handed"] * 2)
 GARBAGE = ("", "free", "-1", "1e9", " 7", "7 ", "1.2.3", ".5", "0x10", "\n", "1\n", "9" * 30, "9" * 400)
-FOREIGN_RECORDS = ("", "nobody", "a\n1\n2", "a\n1\n2\nRUNNING\n")
+NOT_OURS = ("", "nobody", "a\n1\n2", "a\n1\n2\nRUNNING\n")
+TOO_LARGE = (f"a\n{10**17}\n2\nrunning\n3\n", f"a\n1\n{10**17}\nrunning\n3\n")
 LEASES = (500, 60_000, 1_000_000, 3_000_000)  # ms
 PERIODS = (1, 1_500, 1_500_001, 2_000_500, 100_000_000, 7_200_000_001)
 BESIDE = (-5 * SECOND, -SECOND, -1, 0, 0, 1, 400, SECOND, 3 * SECOND)  # us from now
@@ -134,14 +135,18 @@ def _with(call: Call, changed: dict[int, object]) -> Call:
 
 
 def _one_permit_each(store: Store, now: int) -> Store:
-    """A task has one permit at most: of several the first."""
+    """A task has one permit at most beside those that rest, and a token one: of several the first."""
     seen: set[str] = set()
+    tokens: set[str] = set()
     for number in range(1 + len(store.others)):
         permit = at(store, number)
         task, is_live = _whose(permit), permit.value is not None and now < permit.holder.deadline
-        if task in seen and (is_live or permit.holder.state == "handed"):
+        is_its = (is_live and permit.holder.state != "resting") or permit.holder.state == "handed"
+        is_again = task in seen and is_its
+        if is_again or permit.holder.token in tokens:
             store = at(permit._replace(**Permit()._asdict()), number)
-        seen |= {task} if task is not None else set()
+        tokens |= {permit.holder.token} - {""}
+        seen |= {task} if task is not None and permit.holder.state != "resting" else set()
     return store
 
 
@@ -198,6 +203,10 @@ def _held(permit: Store, call: Call, draw: random.Random) -> Store:
     token, state = draw.choice(tokens), draw.choice(STATES_OF_A_LOCK)
     if call.name == "acquire" and draw.random() < 0.2:
         token, state = own[-1], "held_for_retry"
+    if call.name in ("acquire", "serve") and call.told[4] and draw.random() < 0.2:
+        token = call.told[4]  # of a process that is proved dead
+    if call.name == "serve" and draw.random() < 0.12:
+        token, state = draw.choice((own[0], "one")), "handed"
     deadline = max(call.now + draw.choice((*BESIDE, *LONG * 3)), 1)
     since, fence = call.now - draw.randrange(9 * SECOND), draw.choice((1, 7, call.now, call.now + 5))
     info = heir if state == "handed" else draw.choice(("", "worker"))
@@ -217,7 +226,8 @@ def _foreign(permit: Store, call: Call, draw: random.Random) -> Store:
         garbage = "free" if call.name == "mark" else draw.choice(GARBAGE)  # that takes 1e9 for a number
         value = draw.choice((None, None, *numbers, garbage, NOT_A_STRING, NOT_A_STRING))
         return permit._replace(value=value, expiry=None)
-    return permit._replace(record=draw.choice((None, None, *FOREIGN_RECORDS)), record_expiry=None)
+    others = {"forget": (), "serve": (*TOO_LARGE, NOT_A_STRING)}.get(call.name, (NOT_A_STRING,))
+    return permit._replace(record=draw.choice((None, None, *NOT_OURS, *others)), record_expiry=None)
 
 
 def _whose(permit: Store) -> str | None:
@@ -259,7 +269,8 @@ def _marks(call: Call, draw: random.Random) -> Call:
     task, own = _own(call)
     expiry = call.now // MS + draw.choice(LEASES)
     mark = draw.choice((*TASKS, task, task, task))
-    done = draw.choice((*TASKS, *TOKENS, *own, *own))
+    tokens = [at(call.store, number).holder.token for number in range(1 + len(call.store.others))]
+    done = draw.choice((*TASKS, *TOKENS, *own, *own, *filter(None, tokens)))
     if call.name in ("mark", "extend", "unmark", "forget") and draw.random() < 0.1:
         mark = done = NOT_A_STRING
     marks = [None if draw.random() < 0.2 else Mark(text, expiry) for text in (mark, done)]
@@ -283,6 +294,11 @@ def _ticket(call: Call, draw: random.Random) -> Call:
     return call._replace(store=call.store._replace(tickets=order))
 
 
+def _plain(call: Call, draw: random.Random) -> Call:
+    """Who has no task has one permit, and knows of no line."""
+    return call._replace(keys=(LOCK, RECORD)) if call.verb == "look" and draw.random() < 0.3 else call
+
+
 def _terms(call: Call, draw: random.Random) -> Call:
     """Other terms are told, or known; other permits are in use; calls have started about a period ago."""
     pick, now, count = draw.choice, call.now, _count(call)
@@ -290,7 +306,7 @@ def _terms(call: Call, draw: random.Random) -> Call:
     terms = pick((f"{limit}", *[f"{limit}:{many}/{period}"] * 3))
     store = call.store
     if PERMITS in call.keys and draw.random() < 0.7:
-        highest = max(limit, pick((limit, limit, count, count, count, count + 1)))
+        highest = max(limit, pick((*[limit, count] * 6, count, count + 1, 150)))
         known = f"{highest} {pick((terms, f'{limit}'))}"
         store = store._replace(known=None if known == "1 1" else Known(known, pick(LEASES)))
     place = PLACE_OF_TERMS.get(call.name)
@@ -317,7 +333,9 @@ def _told(call: Call, draw: random.Random) -> Call:
     if call.name == "release":
         call = call._replace(keys=(*call.keys[:2], LINE, CALLS, MARK, PERMITS, DONE))
     if call.name == "mark":
-        call = call._replace(keys=(*call.keys[:5], *others(draw.choice((1, 2, 3)))[::2]))
+        call = call._replace(keys=(*call.keys[:5], *others(draw.choice((1, 2, 3)))))
+    if call.name == "forget":
+        call = call._replace(keys=(DONE, RECORD, *others(draw.choice((1, 2, 3)))[1::2]))
     places = draw.sample(sorted(words), draw.choice((1, len(words), len(words))))
     call = _with(call, {place: draw.choice(words[place]) for place in places})
     if call.name == "acquire" and task_of(call.told[0])[0] is None:
@@ -349,6 +367,7 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
         "free": {1: remember},
         "mark": {1: (1, 90_000), 2: ("until_started", "until_done", "dedupe_for")},
         "extend": {1: (1, 90_000)},
+        "forget": {0: own},
         "serve": {4: ("", *tokens, *TOKENS[:2]), 5: ("", *heirs, *TASKS), 6: ("", "", "unsent")},
         "park": {1: (0, 1, 2), 2: (*[""] * 4, *copies), 7: (0, 1)},
         "leave": {1: (0, 1, 2), 2: copies, 4: (0, 1)},
@@ -358,15 +377,15 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
 
 CHANGES: dict[str, tuple[Callable[[Call, random.Random], Call], ...]] = {
     "acquire": (_told, _permits, _line, _marks, _ticket, _terms),
-    "renew": (_told, _permits),
-    "hold": (_told, _permits),
+    "renew": (_told, _permits, _terms),
+    "hold": (_told, _permits, _terms),
     "release": (_told, _permits, _line, _marks),
     "free": (_told, _permits, _terms),
-    "look": (_permits, _line, _terms),
+    "look": (_plain, _permits, _line, _terms),
     "mark": (_told, _permits, _line, _marks),
     "extend": (_told, _marks),
     "unmark": (_marks,),
-    "forget": (_permits, _marks),
+    "forget": (_told, _permits, _marks),
     "serve": (_told, _permits, _line, _terms),
     "park": (_told, _permits, _line, _ticket, _terms),
     "leave": (_told, _permits, _line, _ticket, _terms),

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tests.model import grants, holders, turns
-from tests.model.edits import number_of
-from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, read_back
+from tests.model import edits, grants, holders, turns
+from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, pair, read_back
 from tests.model.line import AWAY, waiting
 from tests.model.lock import Call
-from tests.model.permits import at, highest_in
+from tests.model.permits import at, highest_in, permit_in
 from tests.model.rules import is_stale, rule_of, word_of
-from tests.model.store import MS, NUMBER, Record, Store, seconds, task_of, up
+from tests.model.store import MS, NOT_A_STRING, NUMBER, Record, Store, seconds, task_of, up
 from tests.simulation.scripts import Script
 from tests.simulation.server import COMMANDS, Entry, Reply, Server, ServerError
 
@@ -37,6 +36,8 @@ KNOWN_WORDS = {
 
 REFUSES = ("held", "stale", "line", "more", "lost", "queued", "stalled", "running", "done", "taken", "again")
 WRITES = [name for name, (_, writes, *_) in COMMANDS.items() if writes]
+NOT_TOLD = ("-", "0", "0", "0", "0", "1", "0", "0")
+"""What an acquire has no words for, as its call has not waited, and has plain terms."""
 ALLOWED_ON_FULL = ("renew", "release", "hold", "park", "leave", "serve", "free", "extend", "unmark", "forget")
 """What a server allows whose memory is full: none of these grants a lock."""
 
@@ -89,8 +90,9 @@ def played(script: Script, call: Call, *, is_full: bool = False, forbidden: byte
     """What the script makes of a call."""
     server = Refusing(laid_out(call.store, call.now // MS), call.now)
     server.is_full, server.forbidden = is_full, forbidden
+    told = call.told[:5] if call.name == "acquire" and call.told[5:] == NOT_TOLD else call.told
     try:
-        reply = script.run(server, call.keys, tuple(word.encode() for word in call.told))
+        reply = script.run(server, call.keys, tuple(word.encode() for word in told))
     except ServerError as error:
         return Played(server.keys, call.now // MS, None, str(error))
     return Played(server.keys, call.now // MS, reply)
@@ -156,11 +158,11 @@ def _promised(call: Call, found: Played) -> Iterator[tuple[bytes, int, bool]]:
         remember = int(told[5 if call.name == "park" else 3])
         yield call.keys[4], remember, True
         if call.name == "park":
-            yield from ((name, remember, False) for name in (LINE, CALLS, *([PERMITS] * ("#" in call.verb))))
+            yield from ((name, remember, False) for name in (LINE, CALLS, PERMITS))
     elif call.name == "acquire" and word in grants.GRANTED and int(told[6]) and len(call.keys) > 5:
         yield call.keys[5], int(told[6]), True
     elif call.name == "release" and word in ("released", "resting", "repaired"):
-        was_released = at(call.store, number_of(call)).holder.state != "running"
+        was_released = at(call.store, edits.number_of(call)).holder.state != "running"
         if told[3] != "0" and not was_released and task_of(told[0])[0] is not None:
             yield MARK, int(told[3]), False
 
@@ -187,18 +189,18 @@ def tells_what_it_found(script: Script, call: Call, found: Played) -> bool:
 
 
 def _record(store: Store) -> str | None:
-    return None if store.record is None else str(store.record)
+    return None if store.record in (None, NOT_A_STRING) else str(store.record)
 
 
 def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> bool:
-    has_line, is_several = len(call.keys) > 2, "#" in call.verb
+    has_line = len(call.keys) > 2
     if len(reply) < 5:
-        new = at(after, int(reply[3]) if is_several else 0)
+        number = permit_in(reply)
+        old, new = at(call.store, number), at(after, number)
         nothing = not has_line or not (call.store.mark or waiting(call.store))
-        number = [] if not is_several else [reply[3]]
-        old = at(call.store, int(reply[3]) if is_several else 0)
-        return old.value is None and nothing and reply[1:] == [str(call.now), str(new.holder.fence), *number]
-    number = int(reply[8]) if is_several and word != "stale" else 0
+        told = [str(call.now), str(new.holder.fence), *([str(number)] if number else [])]
+        return old.value is None and nothing and reply[1:] == told
+    number = permit_in(reply)
     old, new = at(call.store, number), at(after, number)
     mark = call.store.mark.task_id if has_line and call.store.mark else None
     waits = str(len(waiting(call.store))) if has_line else "0"
@@ -226,7 +228,7 @@ def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> boo
 
 
 def _tells_release(call: Call, word: str, reply: list[Any], after: Store) -> bool:
-    number = number_of(call)
+    number = edits.number_of(call)
     old, new = at(call.store, number), at(after, number)
     if len(reply) == 1:
         return word == "released" and old.holder.state in ("running", "failed")
@@ -247,11 +249,17 @@ def _tells_release(call: Call, word: str, reply: list[Any], after: Store) -> boo
 
 
 def _tells_renew(call: Call, word: str, reply: list[Any], after: Store) -> bool:
-    number = number_of(call)
+    number = edits.number_of(call)
     old, new = at(call.store, number), at(after, number)
-    until = int(reply[1])
-    right = until == new.holder.deadline if word in ("renewed", "repaired") else True
-    return right and (int(reply[2]), reply[3]) == (call.now, old.value)
+    is_its_own = (old.holder.token, old.holder.state) == (call.told[0], "running") and old.value is not None
+    until = new.holder.deadline if is_its_own else 0
+    return (int(reply[1]), int(reply[2]), reply[3]) == (until, call.now, old.value)
+
+
+def _tells_free(call: Call, word: str, reply: list[Any], after: Store) -> bool:
+    permits = (at(call.store, number) for number in range(1 + len(call.store.others)))
+    its = [permit.value for permit in permits if _is_held_for(permit, call.told[0])]
+    return int(reply[1]) == call.now and reply[2] in (its or [None])
 
 
 def _tells_mark(call: Call, word: str, reply: list[Any], after: Store) -> bool:
@@ -263,11 +271,12 @@ def _tells_mark(call: Call, word: str, reply: list[Any], after: Store) -> bool:
 
 def _tells_look(call: Call, word: str, reply: list[Any], after: Store) -> bool:
     count = int(reply[2])
-    if highest_in(call.store)[0] > count:
+    if PERMITS in call.keys and highest_in(call.store)[0] > count:
         return False
     permits = [at(call.store, number) for number in range(count)]
     pairs = [text for store in permits for text in (store.value, _record(store))]
-    waits = [(task, str(since)) for since, task in call.store.line.places if since < AWAY]
+    places = call.store.line.places if LINE in call.keys else ()
+    waits = [(task, str(since)) for since, task in places if since < AWAY]
     first = [text for place in waits[:100] for text in place]
     return reply == [str(call.now), str(len(waits)), str(count), *pairs, *first]
 
@@ -276,6 +285,7 @@ _TELLS: dict[str, Callable[[Call, str, list[Any], Store], bool]] = {
     "acquire": _tells_acquire,
     "look": _tells_look,
     "release": _tells_release,
+    "free": _tells_free,
     "hold": _tells_release,
     "renew": _tells_renew,
     "mark": _tells_mark,
@@ -286,7 +296,7 @@ def answers_by_the_rules(script: Script, call: Call, found: Played) -> bool:
     """Whose a lock, a mark or a place is, and since when, decides what is answered."""
     if call.name == "look" or found.error:
         return True
-    number = number_of(call)
+    number = edits.number_of(call)
     if "#" in call.verb and call.name == "free":
         owned = [
             n for n in range(1 + len(call.store.others)) if _is_held_for(at(call.store, n), call.told[0])
@@ -310,7 +320,7 @@ def grants_what_is_free(script: Script, call: Call, found: Played) -> bool:
     if call.name != "acquire" or found.error or found.word not in (*grants.GRANTED, "again", "held"):
         return True
     reply, told = found.words, call.told
-    number = int(reply[8 if len(reply) > 5 else 3]) if "#" in call.verb else 0
+    number = permit_in(reply)
     old, new = at(call.store, number), at(found.after, number)
     record, token, task = old.holder, told[0], task_of(told[0])
     rule = rule_of(call, old)
@@ -346,7 +356,8 @@ def all_or_nothing_on_full(script: Script, call: Call, found: Played) -> bool:
 
 
 def forbidden_leaves_no_key_for_ever(script: Script, call: Call, found: Played) -> bool:
-    """Whichever command the server forbids: nothing that was not there stays for ever.
+    """Whichever command the server forbids: nothing that was not there stays for ever, and who is granted a
+    lock has it.
 
     Where PEXPIRE is forbidden no call has come to wait.
     """
@@ -354,10 +365,34 @@ def forbidden_leaves_no_key_for_ever(script: Script, call: Call, found: Played) 
     for command in WRITES:
         if command == b"PEXPIRE" and call.store.calls.fields:
             continue
-        keys = played(script, call, forbidden=command).keys
+        refused = played(script, call, forbidden=command)
+        keys = refused.keys
         if any(entry.expiry is None and before.get(name) != entry for name, entry in keys.items()):
             return False
+        is_granted = call.name == "acquire" and refused.reply is not None and refused.word in grants.GRANTED
+        if is_granted and not _has(refused.after, call.told[0]):
+            return False
     return True
+
+
+def _has(store: Store, token: str) -> bool:
+    permits = (at(store, number) for number in range(1 + len(store.others)))
+    return any(permit.value is not None and permit.holder.token == token for permit in permits)
+
+
+def refuses_what_is_foreign(script: Script, call: Call, found: Played) -> bool:
+    """Who is told that a record or a mark is another program's has found one. Its permit is nobody's."""
+    store = call.store
+    if call.name == "acquire" and found.word not in ("stale", "more"):
+        number = grants.choice_of(call, grants.caller_of(call)).number if "#" in call.verb else 0
+        error = f"FOREIGNRECORD {pair(number)[1].decode()} is no record of celery_setnx"
+        if not isinstance(at(store, number).record, str):
+            return found.word != "FOREIGNRECORD"
+        return found.error == error and found.after == edits.before(call)
+    if found.word == "WRONGTYPE":
+        return any(mark is not None and mark.task_id == NOT_A_STRING for mark in (store.mark, store.done))
+    records = [at(store, number).record for number in range(1 + len(store.others))]
+    return found.word != "FOREIGNRECORD" or any(isinstance(record, str) for record in records)
 
 
 def is_the_same_again(script: Script, call: Call, found: Played) -> bool:
@@ -369,8 +404,11 @@ def is_the_same_again(script: Script, call: Call, found: Played) -> bool:
         return True
     if call.name == "serve" and found.word == "empty":
         return True  # of several that were handed over in vain the next is served
-    again = played(script, call._replace(store=found.after))
-    return again.keys == found.keys
+    again = played(script, call._replace(store=found.after)).keys
+    if any(permit.value == NOT_A_STRING for permit in edits.permits_in(call)):
+        again = {**again, PERMITS: found.keys.get(PERMITS)}  # counts now, if it is looked at
+        return again == {**found.keys, PERMITS: found.keys.get(PERMITS)}
+    return again == found.keys
 
 
 CLAUSES: tuple[Clause, ...] = (
@@ -379,6 +417,7 @@ CLAUSES: tuple[Clause, ...] = (
     expires,
     tells_what_it_found,
     answers_by_the_rules,
+    refuses_what_is_foreign,
     grants_what_is_free,
     all_or_nothing_on_full,
     forbidden_leaves_no_key_for_ever,

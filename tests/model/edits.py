@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.model.layout import LOCK, RECORD, laid_out, read_back
 from tests.model.lock import Call
-from tests.model.permits import at
-from tests.model.store import MS, Calls, Line, Record, Store, seconds, up
+from tests.model.permits import at, highest_in
+from tests.model.store import MS, NOT_A_STRING, Calls, Line, Record, Store, seconds, up
 
 
 def with_permit(
@@ -79,3 +79,11 @@ def permits_in(call: Call) -> list[Store]:
     """The permits of which the call is told a key."""
     told = {name.partition(b"#")[2] for name in call.keys if name.startswith((LOCK, RECORD))}
     return [at(call.store, number) for number in range(len(told))]
+
+
+def highest_used(call: Call, after: Store) -> int:
+    """The last permit with a value, from 1. A list counts if it is noted: not each is looked at."""
+    values = dict(enumerate((permit.value for permit in permits_in(call)), 1))
+    noted = highest_in(after)[0]
+    lists = {noted} if values.get(noted) == NOT_A_STRING else set()
+    return max({n for n, value in values.items() if value not in (None, NOT_A_STRING)} | lists, default=1)

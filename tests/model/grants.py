@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from tests.model.edits import (
     before,
     given_back,
+    highest_used,
     in_line,
     kept,
     line_lasts,
@@ -27,6 +28,7 @@ from tests.model.permits import (
     is_to_come,
     limit_of,
     pace_of,
+    permit_in,
     speaks_of_its_value,
 )
 from tests.model.rules import rule_of
@@ -142,11 +144,11 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     if not is_about_a_permit(call, found):
         return True
     choice, reply = choice_of(call, caller_of(call)), found.words
-    if len(reply) < 5:
-        return int(reply[3]) == choice.number
-    if int(reply[8]) != choice.number:
-        return False
     permits = permits_in(call)
+    if permit_in(reply) != choice.number or (len(reply) > 8) != (len(reply) > 4 and len(permits) > 1):
+        return False
+    if len(reply) < 9:
+        return True
     free = {n for n, permit in enumerate(permits) if not ends(permit, call.now)}
     held = [n for n, permit in enumerate(permits) if n not in free and isinstance(permit.record, Record)]
     if any(permit.value == NOT_A_STRING for permit in permits):
@@ -171,23 +173,16 @@ class Turn(NamedTuple):
 def turn_of(call: Call, caller: Caller, choice: Choice) -> Turn:
     """When a caller may start under the permit that fits best. One that may not have it is not paced."""
     permit = at(call.store, choice.number)
-    record = permit.holder
-    is_later = (
-        record.state == "held_for_retry"
-        and caller.task is not None
-        and task_of(call.told[0])[1] > task_of(record.token)[1]
-    )
-    is_dead = record.state == "running" and record.token == call.told[4]
-    if choice.rank == HELD or (choice.rank == OWN and not is_later and not is_dead):
+    if choice.rank == HELD or rule_of(call, permit) in ("held", "again"):
         return Turn(0, False)
     promised = sum(is_to_come(each, call.now) for each in permits_in(call))
-    if record.state == "handed" and call.now < record.deadline:
+    if is_to_come(permit, call.now):
         promised -= 1
     elif caller.woken:
         promised = max(promised - 1, 0)
     starts, terms = call.store.starts, call.told[10]
-    is_early = choice.rank == ITS and earliest_start(starts, terms, call.now, promised, AHEAD) > 0
-    return Turn(earliest_start(starts, terms, call.now, promised), is_early)
+    till = earliest_start(starts, terms, call.now, promised)
+    return Turn(till, choice.rank == ITS and till - AHEAD > call.now)
 
 
 def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
@@ -201,8 +196,7 @@ def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
         return (found.word == "paced") == bool(till)
     reply = found.words
     old, new = at(call.store, choice.number), at(found.after, choice.number)
-    is_own = choice.rank <= LAPSED and caller.task in (task_of(old.holder.token)[0], "")
-    is_own = is_own and caller.task is not None
+    is_own = choice.rank in (OWN, LAPSED)
     is_held = is_own and choice.rank == OWN and old.holder.state == "held_for_retry"
     record = new.record if is_held else old.record
     told = (till, new.value if is_own else None, None if record is None else str(record))
@@ -225,7 +219,7 @@ def says_when_it_ends(script: Script, call: Call, found: Played) -> bool:
     if call.name != "acquire" or found.error or found.word != "held":
         return True
     reply = found.words
-    permit = at(call.store, int(reply[8]) if "#" in call.verb else 0)
+    permit = at(call.store, permit_in(reply))
     till = ends(permit, call.now)
     return int(reply[1]) == (0 if till == NEVER else till)
 
@@ -238,7 +232,7 @@ def _after_acquire(call: Call, found: Played) -> Store:
     choice = Choice(FREE, 0, 0)
     if call.verb == "acquire#":
         choice = choice_of(call, caller)
-        store, number = _permits_known(call, store, choice), choice.number
+        store, number = _permits_known(call, store, choice, found.after), choice.number
     if found.word == "paced":
         return _after_pace(call, store, caller, choice)
     if found.word == "held" and call.told[7] != "0":
@@ -246,11 +240,10 @@ def _after_acquire(call: Call, found: Played) -> Store:
     return _after_grant(call, store, caller, number, found.word) if found.word in GRANTED else store
 
 
-def _permits_known(call: Call, store: Store, choice: Choice) -> Store:
+def _permits_known(call: Call, store: Store, choice: Choice, after: Store) -> Store:
     """How many permits are in use, and the terms: for as long as the caller's, and a minute at least."""
     lease, retention, terms = int(call.told[1]), int(call.told[2]), call.told[10]
-    used = [n for n, permit in enumerate(permits_in(call)) if permit.value not in (None, NOT_A_STRING)]
-    highest = max(limit_of(terms), choice.number + 1, *(n + 1 for n in used))
+    highest = max(limit_of(terms), choice.number + 1, highest_used(call, after))
     if highest <= 1 and terms == "1":
         return store._replace(known=None)
     ms = 0 if choice.rank == HELD else up(lease, MS) + retention
@@ -282,8 +275,9 @@ def _handed_back(call: Call, store: Store, number: int) -> Store:
     record = at(store, number).holder
     store = given_back(store, number, record._replace(state="released"), call.now // MS + 60_000)
     place = waiter(store, record.info)
-    store = store if place is None else in_line(store, record.info, place.since)
-    return line_lasts(store, store.calls.lease)
+    if place is None:
+        return without_calls(store, record.info)
+    return line_lasts(in_line(store, record.info, place.since), store.calls.lease)
 
 
 def _after_lingering(call: Call, store: Store, caller: Caller) -> Store:
@@ -340,8 +334,8 @@ def _after_overtaking(call: Call, store: Store, caller: Caller, old: Store) -> S
         return store
     known = waiter(store, heir)
     if known is None:
-        store = without_calls(store, heir)
-    elif call.now < old.holder.deadline:
+        return without_calls(store, heir)
+    if call.now < old.holder.deadline:
         store = with_call(store, heir, str(known._replace(comes=True)))
         store = in_line(store, heir, known.since)
     else:

@@ -17,8 +17,8 @@ from tests.model.edits import (
 )
 from tests.model.line import Next, next_of, waiting
 from tests.model.lock import Call
-from tests.model.permits import at
-from tests.model.store import MS, NUMBER, SECOND, Mark, Store, task_of, up
+from tests.model.permits import at, ends
+from tests.model.store import MS, Mark, Store, task_of, up
 from tests.simulation.scripts import Script
 
 if TYPE_CHECKING:
@@ -155,14 +155,8 @@ def stalls_only_a_line(script: Script, call: Call, found: Played) -> bool:
     """`stalled` is said if calls wait for a lock that nobody living has, by any of its permits."""
     if call.name != "mark" or found.word not in ("queued", "stalled"):
         return True
-    first, *rest = permits_in(call)
-    is_idle = first.value is None or call.now >= first.holder.deadline or any(_is_past(call, p) for p in rest)
+    is_idle = any(ends(permit, call.now) == 0 for permit in permits_in(call))
     return (found.word == "stalled") == (bool(before(call).line.places) and is_idle)
-
-
-def _is_past(call: Call, permit: Store) -> bool:
-    value = permit.value
-    return value is None or (bool(NUMBER.fullmatch(value)) and call.now >= float(value) * SECOND)
 
 
 def tells_whose_it_is(script: Script, call: Call, found: Played) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 import redis
 
 from celery_setnx.lock import line, lock, marks
-from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.scripts import PermitScript
 
 CLOCK_KEY = "test:clock"
 SECOND = 1_000_000
@@ -31,32 +31,28 @@ SCRIPTS = {
     "sweep": (line, "_SWEEP"),
     "settle": (line, "_SETTLE"),
 }
-TIMELESS = ("extend", "unmark", "forget", "leave")  # what they find is not past: Redis expires it
 
 
-def with_test_clock(text: str, reads: int = 1) -> str:
+def with_test_clock(text: str) -> str:
     """A script's text with the server's clock replaced by the test's."""
-    assert text.count("redis.call('TIME')") == reads, "a script reads the time once or has no use for it"
+    assert text.count("redis.call('TIME')") <= 1, "the time is read in one place"
     return text.replace("redis.call('TIME')", f"redis.call('LRANGE', '{CLOCK_KEY}', 0, 1)")
 
 
 def plain_texts() -> dict[str, str]:
-    """The package's scripts, by verb; `<verb>#` is told of several permits."""
+    """The package's scripts, by verb; `<verb>#` is the same, told of several permits."""
     found = {}
     for verb, (module, name) in SCRIPTS.items():
         script = getattr(module, name)
-        one, several = (script, None) if isinstance(script, Script) else (script.one, script.several)
-        found[verb] = one.text
-        if several is not None:
-            found[f"{verb}#"] = several.text
+        found[verb] = script.text
+        if isinstance(script, PermitScript):
+            found[f"{verb}#"] = script.text
     return found
 
 
 def texts() -> dict[str, str]:
     """The same, on the test's clock."""
-    return {
-        verb: with_test_clock(text, verb.rstrip("#") not in TIMELESS) for verb, text in plain_texts().items()
-    }
+    return {verb: with_test_clock(text) for verb, text in plain_texts().items()}
 
 
 def set_clock(now: int) -> list[tuple[Any, ...]]:
@@ -71,8 +67,7 @@ class ServerClock:
         self._client = client
         for verb, text in texts().items():
             module, name = SCRIPTS[verb.rstrip("#")]
-            known = getattr(module, name)
-            script = known if isinstance(known, Script) else known.several if "#" in verb else known.one
+            script = getattr(module, name)
             monkeypatch.setattr(script, "text", text)
             monkeypatch.setattr(script, "sha", sha1(text.encode()).hexdigest())
         self.set(10)

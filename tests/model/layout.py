@@ -23,7 +23,7 @@ from tests.simulation.server import Entry
 
 LOCK, RECORD, LINE, CALLS, MARK = b"lock", b"holder", b"line", b"calls", b"queued"
 PERMITS, STARTS, DONE = b"permits", b"starts", b"done"
-_RECORD = re.compile(r"([^\n]*)\n(\d+)\n(\d+)\n([a-z_]+)\n(\d+)\n(.*)", re.DOTALL)
+_RECORD = re.compile(r"([^\n]*)\n(\d{1,17})\n(\d{1,17})\n([a-z_]+)\n(\d+)\n(.*)", re.DOTALL)
 
 
 def pair(number: int) -> tuple[bytes, bytes]:
@@ -117,7 +117,7 @@ def _permit(keys: dict[bytes, Entry], number: int) -> Permit:
     return Permit(
         _said(value),
         value and value.expiry,
-        record and _record(record.value.decode()),
+        record and _record(_said(record) or ""),
         record and record.expiry,
     )
 

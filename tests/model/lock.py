@@ -180,7 +180,7 @@ class Lock:
         self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str, count: int = 1
     ) -> Answer:
         """lua/mark.lua."""
-        keys = (LOCK, RECORD, MARK, LINE, DONE, *others(count)[::2])
+        keys = (LOCK, RECORD, MARK, LINE, DONE, *others(count))
         return self._run("mark", store, now, keys, task_id, lease, dedupe)
 
     def extend(self, store: Store, now: int, *, task_id: str, lease: int) -> Answer:
@@ -211,8 +211,7 @@ class Lock:
         count: int = 0,
     ) -> Answer:
         """lua/serve.lua; `count`: as for acquire."""
-        keys = (LOCK, RECORD, LINE, CALLS, PERMITS)
-        keys += (STARTS, *others(count)) if count else ()
+        keys = (LOCK, RECORD, LINE, CALLS, PERMITS, STARTS, *others(count))
         told = token, hand_over, remember, lease, dead, away, unsent, terms
         return self._run("serve#" if count else "serve", store, now, keys, *told)
 

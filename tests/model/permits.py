@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from tests.model.store import NOT_A_STRING, NUMBER, SECOND, Permit, Starts, Store, seconds
+from tests.model.store import NUMBER, SECOND, Permit, Starts, Store, seconds
 
 AHEAD = 20_000
 """How long (us) before its start a call may be handed a permit."""
-NEVER = 10**17
-"""A time (us) that nobody lives to see: when a value ends that is no number. A number may say a later one."""
+NEVER = 10**18
+"""A time (us) that nobody lives to see: when a value ends that is no number."""
 
 
 def permits_of(store: Store, count: int) -> list[Permit]:
@@ -57,8 +57,8 @@ def ends(permit: Store, now: int) -> int:
 
 
 def is_to_come(permit: Store, now: int) -> bool:
-    """Whether a permit is kept for a task still, whatever its value."""
-    is_kept = heir_of(permit) is not None and permit.value not in (None, NOT_A_STRING)
+    """Whether a permit is kept for a task still."""
+    is_kept = heir_of(permit) is not None and bool(NUMBER.fullmatch(permit.value or ""))
     return is_kept and now < permit.holder.deadline
 
 
@@ -104,4 +104,6 @@ def pace_of(terms: str) -> tuple[int, int]:
 
 def permit_in(reply: tuple[Any, ...]) -> int:
     """Which permit the reply of an acquire is about."""
+    if len(reply) < 5:  # nothing was found
+        return int(reply[3]) if len(reply) > 3 else 0
     return int(reply[8]) if len(reply) > 8 else 0

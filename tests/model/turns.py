@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.model.edits import permits_in
+from tests.model.edits import highest_used, permits_in
 from tests.model.layout import PERMITS
 from tests.model.line import AWAY, LOOKED_AT, next_of, passed_over, waiter, waiting
 from tests.model.lock import Call
@@ -49,7 +49,7 @@ TURNS = ("serve", "park", "leave", "look", "forget")
 
 def _pair_of(permit: Store) -> list[str | None]:
     """A permit's value and record, as scripts tell them."""
-    return [permit.value, None if permit.record is None else str(permit.record)]
+    return [permit.value, None if permit.record in (None, NOT_A_STRING) else str(permit.record)]
 
 
 def _terms_of(call: Call) -> str:
@@ -59,7 +59,7 @@ def _terms_of(call: Call) -> str:
 
 
 def _limit_of(call: Call) -> int:
-    return limit_of(_terms_of(call)) if "#" in call.verb else 1
+    return limit_of(_terms_of(call))
 
 
 def _is_live(permit: Store, now: int) -> bool:
@@ -81,11 +81,10 @@ def _best(call: Call, rank_of: Callable[[Store], int]) -> int:
     return min((*rank, n) for n, rank in enumerate(ranks) if n < _limit_of(call) or rank[0] < 4)[2]
 
 
-def _noted(call: Call, ms: int) -> Known | None:
+def _noted(call: Call, ms: int, after: Store) -> Known | None:
     """What is known of the permits once a call's terms are noted: for so long; if it is new, for a minute."""
-    used = [n for n, permit in enumerate(permits_in(call)) if permit.value not in (None, NOT_A_STRING)]
     terms, known = _terms_of(call), call.store.known
-    highest = max(limit_of(terms), 1 + max(used, default=0))
+    highest = max(limit_of(terms), highest_used(call, after))
     text, lease = f"{highest} {terms}", max(known.lease if known else 0, ms)
     if text == "1 1":
         return None
@@ -115,10 +114,11 @@ def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
 
 def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
     """A script that is told of fewer permits than are in use says `more`, and how many; else it does not."""
-    highest = highest_in(call.store)[0]
-    if call.name not in TURNS or PERMITS not in call.keys or highest <= len(permits_in(call)):
-        return found.word != "more" or call.name not in TURNS
-    return found.words == ["more", str(highest)]
+    highest = min(highest_in(call.store)[0], 100)
+    is_due = PERMITS in call.keys and highest > len(permits_in(call))
+    if call.name in TURNS and is_due != (found.word == "more"):
+        return False
+    return found.word != "more" or found.words == ["more", str(highest)]
 
 
 def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
@@ -208,7 +208,8 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
 
     permit = at(call.store, _best(call, rank_of))
     deadline = permit.holder.deadline
-    is_nobody_elses = call.now < deadline or permit.value == seconds(deadline)
+    is_number = bool(NUMBER.fullmatch(permit.value or ""))
+    is_nobody_elses = is_number and (call.now < deadline or permit.value == seconds(deadline))
     comes = task in dict(call.store.calls.fields) if copy == "" else is_nobody_elses
     is_handed = permit.value is not None and heir_of(permit) == task and comes
     is_right = found.word in REFUSED or (found.word == "handed") == is_handed
@@ -222,12 +223,12 @@ def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
     if call.name not in ("park", "serve") or found.error:
         return True
     known = call.store.known
-    if "#" in call.verb and found.word != "more":
+    if found.word != "more":
         service = _service_of(call) if call.name == "serve" else None
         if service is None:
-            known = _noted(call, int(call.told[5]))
+            known = _noted(call, int(call.told[5]), found.after)
         elif service.heir is not None and _terms_of(call) != terms_in(call.store):
-            known = _noted(call, up(service.until - call.now, MS) + int(call.told[2]))
+            known = _noted(call, up(service.until - call.now, MS) + int(call.told[2]), found.after)
     return found.after.known == known
 
 
@@ -358,8 +359,6 @@ def _paced_till(call: Call) -> int:
     A start counts for a period. A permit that is kept for a task counts as a start, but for the one that this
     service takes back or has handed over.
     """
-    if "#" not in call.verb:
-        return 0
     number, permits = _served(call), permits_in(call)
     is_again = _is_kept(call, permits[number]) or _is_given_up(call, permits[number])
     promised = sum(is_to_come(permit, call.now) for permit in permits) - is_again
@@ -399,7 +398,8 @@ def serves_the_first_in_line(script: Script, call: Call, found: Played) -> bool:
         return True
     service = _service_of(call)
     places, calls = _stand(call, service.in_vain)
-    is_moved = places != _places(call.store) or service.in_vain in places.keys() & calls.keys()
+    due = [task for task, place in _places(call.store).items() if AWAY <= place <= AWAY + call.now]
+    is_moved = any(waiter(call.store, task) for task in (*due, service.in_vain))
     for task in service.gone:
         del places[task]
         calls.pop(task, None)
@@ -465,7 +465,7 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
     yield from (place - AWAY for place in _places(after).values() if place >= AWAY)
     if len(service.gone) == LOOKED_AT or any(_is_in_vain(permit, now) for _, permit in others):
         yield now
-    if "#" not in call.verb or not waiting(after):
+    if not waiting(after):
         return
     paced = _paced_till(call)
     yield from [paced] if paced else _starts_that_count(call, pace_of(_terms_of(call))[1])

@@ -1,35 +1,20 @@
-"""A full and a classic client of the lock, as docs/protocol.md and docs/keys.md describe them, and the names.
+"""A classic client of the lock, and a producer of a task's calls, as docs/protocol.md and docs/keys.md say.
 
-Nothing of celery_setnx is imported here, and no Redis library: what another language would have to write.
-The Lua files are read as they are.
+Nothing of celery_setnx is imported here, and no Redis library: another language has to write no more.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import socket
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import date, datetime, timedelta, timezone
 from datetime import time as time_of_day
 from decimal import Decimal
-from importlib.util import find_spec
-from pathlib import Path
 from typing import IO, Any
 from uuid import UUID
-
-# Found, not imported: the tests may run against an installed wheel.
-LUA = Path(str(find_spec("celery_setnx").origin)).parent / "lock" / "lua"  # type: ignore[union-attr]
-OF_PERMITS = ("acquire", "free", "leave", "park", "serve")
-"""The scripts that are sent behind permits.lua where several permits, or starts, are named."""
-ASK_THE_PACE = ("acquire", "serve")
-"""Those of them that are told of the starts, in front of the other permits."""
-RETENTION_MS = 86_400_000
-REMEMBER_MS = 60_000
-LINES_MS = 691_200_000
 
 
 class ServerError(Exception):
@@ -75,43 +60,6 @@ class Server:
         """The server's clock, in microseconds."""
         second, microsecond = self.ask("TIME")
         return int(second) * 1_000_000 + int(microsecond)
-
-    def run(self, verb: str, keys: tuple[str, ...], *arguments: Any, of_several: bool = False) -> list[Any]:
-        """What a script answers; the parts of a short answer as an array.
-
-        Raises:
-            ServerError: As `ask`.
-        """
-        files = ("permits", verb) if of_several and verb in OF_PERMITS else (verb,)
-        text = b"".join((LUA / f"{file}.lua").read_bytes() for file in files)
-        try:
-            reply = self.ask("EVALSHA", hashlib.sha1(text).hexdigest(), len(keys), *keys, *arguments)
-        except ServerError as error:
-            if not str(error).startswith("NOSCRIPT"):
-                raise
-            reply = self.ask("EVAL", text, len(keys), *keys, *arguments)
-        items = reply if isinstance(reply, list) else reply.split(b" ")
-        return [item.decode() if isinstance(item, bytes) else item for item in items]
-
-    def run_of_permits(
-        self,
-        verb: str,
-        lock: str,
-        keys: tuple[str, ...],
-        *arguments: Any,
-        count: int = 1,
-        paced: bool = False,
-    ) -> list[Any]:
-        """What a script answers that is told of as many permits as are in use, so many, or more; and of
-        the starts.
-        """
-        several = count > 1 or paced
-        starts = [beside(lock, "starts")] if several and verb in ASK_THE_PACE else []
-        others = [name for number in range(1, count) for name in permit_names(lock, number)]
-        reply = self.run(verb, (*keys, *starts, *others), *arguments, of_several=several)
-        if reply[0] != "more":
-            return reply
-        return self.run_of_permits(verb, lock, keys, *arguments, count=int(reply[1]), paced=paced)
 
 
 def packed(*command: Any) -> bytes:
@@ -173,35 +121,11 @@ def lock_name(prefix: str, scope: str, form: bytes | None) -> str:
     return prefix + ":{" + inner + "}"
 
 
-def record_name(lock: str) -> str:
-    """The name of the record beside a lock."""
+def beside(lock: str, what: str) -> str:
+    """The name of another key of a lock, such as `:holder` or `#1`."""
     _before, _, after = lock.partition("{")
     has_tag = after.find("}") > 0
-    return f"{lock}:holder" if has_tag else "{" + lock + "}:holder"
-
-
-def permit_names(lock: str, number: int) -> tuple[str, str]:
-    """The names of a permit and of its record; the lock itself is number 0."""
-    if number == 0:
-        return lock, record_name(lock)
-    name = record_name(lock).removesuffix(":holder") + f"#{number}"
-    return name, f"{name}:holder"
-
-
-def beside(lock: str, what: str) -> str:
-    """The name of something else beside a lock."""
-    return f"{record_name(lock).removesuffix(':holder')}:{what}"
-
-
-def lines_name(prefix: str, broker: str) -> str:
-    """What the names of the sets of the lines of a broker begin with, by its name."""
-    return f"{prefix}:lines:{hashlib.blake2b(broker.encode(), digest_size=8).hexdigest()}"
-
-
-def due_names(lines: str, task: str, *, in_cluster: bool = False) -> tuple[str, str]:
-    """The names of the set of a task's lines, and of the epoch of its slot."""
-    slot = hashlib.blake2b(task.encode(), digest_size=1).digest()[0] % 16 if in_cluster else 0
-    return f"{lines}:{{{slot}}}:{task}", f"{lines}:{{{slot}}}"
+    return lock + what if has_tag else "{" + lock + "}" + what
 
 
 def _with_length(letter: str, content: bytes) -> bytes:
@@ -275,209 +199,29 @@ _ENCODERS: list[tuple[Any, Callable[[Any], bytes]]] = [
 
 
 @dataclass
-class Record:
-    """The six lines of a record."""
-
-    token: str
-    deadline_us: int
-    fence: int
-    state: str
-    since_us: int
-    info: str
-
-    @classmethod
-    def parsed(cls, text: str) -> Record:
-        """The record that a text is."""
-        token, deadline, fence, state, since, info = text.split("\n", 5)
-        return cls(token, int(deadline), int(fence), state, int(since), info)
-
-
-@dataclass
-class FullClient:
-    """A client that runs the scripts: the steps of "A full client"."""
-
-    server: Server
-    lock: str
-    lease_us: int = 30_000_000
-    info: Mapping[str, Any] = field(default_factory=dict)  # what the record says of this client
-    is_task_lock: bool = False  # with a line and a mark beside it
-    limit: int = 1  # how many permits the lock has
-    rate: tuple[int, int] | None = None  # how many may start, and within how many us
-    permit: int = 0  # which of them this client has, or had last
-    clock: Callable[[], float] = time.monotonic
-    token: str = ""  # the proof of being the holder, once it tried
-    fence: int = 0
-    relies_until: float = 0.0  # when it must stop relying on the lock, by its clock
-    dead: Record | None = None  # of the holder from whom the lock was taken over
-    deadline_us: int = 0  # that was read last; with `paced` the time of the next start
-    start: str = ""  # how its last acquisition is noted
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Lock and record of the permit that it has."""
-        return permit_names(self.lock, self.permit)
-
-    @property
-    def keys_to_keep(self) -> tuple[str, ...]:
-        """The same, and what is to last as long."""
-        return (*self.keys, self._beside("permits")) if self.permit else self.keys
-
-    @property
-    def terms(self) -> str:
-        """How many permits the lock has, and how many may start."""
-        return str(self.limit) if self.rate is None else f"{self.limit}:{self.rate[0]}/{self.rate[1]}"
-
-    def acquire(self, token: str = "") -> str:
-        """The word; whoever holds the lock by it has a fence."""
-        self.token = token or os.urandom(16).hex()
-        names = map(self._beside, ("line", "calls", "queued", f"ticket:{self.token}", "permits"))
-        is_plain = self.terms == "1"
-        keys = permit_names(self.lock, 0) + (() if is_plain and not self.is_task_lock else tuple(names))
-        before = self.clock()
-        arguments = [self.token, self.lease_us, RETENTION_MS, json.dumps(dict(self.info)), ""]
-        if not is_plain:
-            arguments += ["-", 0, 0, 0, 0, self.terms]
-        named: dict[str, Any] = {"count": self.limit, "paced": self.rate is not None}
-        word, *rest = self.server.run_of_permits("acquire", self.lock, keys, *arguments, **named)
-        if len(rest) < 4:
-            now, self.fence, self.permit = (int(each) for each in (*rest, 0)[:3])
-            self.deadline_us = now + self.lease_us
-        else:
-            self.deadline_us, fence, now, _value, record, _mark, _waiters, *of_several = rest
-            if word in ("held", "stale", "line", "paced"):
-                return str(word)
-            self.fence, self.permit = fence, of_several[0] if of_several else 0
-            self.dead = Record.parsed(record) if word == "taken_over" and record else None
-        self._relies_until(before, self.deadline_us - now)
-        self.start = f"{now}#{self.permit}#{self.fence}"
-        if self.clock() >= self.relies_until:
-            self.take_start_back()
-            self.release()
-            return "held"
-        return str(word)
-
-    def take_start_back(self) -> int:
-        """Nothing begins under the lock that was acquired: how many starts fewer count."""
-        return int(self.server.ask("ZREM", self._beside("starts"), self.start))
-
-    def renew(self) -> str:
-        """The word."""
-        before = self.clock()
-        arguments = (self.token, self.lease_us, RETENTION_MS)
-        word, deadline, now, _value = self.server.run("renew", self.keys_to_keep, *arguments)
-        if word in ("renewed", "repaired"):
-            self.deadline_us = int(deadline)
-            self._relies_until(before, int(deadline) - int(now))
-        else:
-            self.relies_until = 0.0
-        return str(word)
-
-    def release(self, done_for_ms: int = 0) -> str:
-        """The word; whoever has succeeded says for how long that counts."""
-        keys: list[str] = [*self.keys]
-        arguments: list[Any] = [self.token, 0, REMEMBER_MS, 0, 0]
-        if done_for_ms:
-            keys += map(self._beside, ("line", "calls", "queued", "permits", "done"))
-            arguments[4:] = ["", done_for_ms]  # handed to nobody: it cannot wake a task
-        word, *_found = self.server.run("release", tuple(keys), *arguments)
-        return str(word)
-
-    def holds(self) -> bool:
-        """Whether the lock may be relied on still."""
-        return self.clock() < self.relies_until
-
-    def seen(self) -> tuple[str | None, Record | None]:
-        """The lock's value, and its record; of several permits, of the first one."""
-        _now, _waiting, _permits, value, record, *_rest = self.server.run("look", permit_names(self.lock, 0))
-        return value, Record.parsed(record) if record else None
-
-    def _beside(self, what: str) -> str:
-        return beside(self.lock, what)
-
-    def _relies_until(self, before: float, remaining_us: int) -> None:
-        margin_s = max(self.lease_us / 1e6 / 100, 0.002)
-        self.relies_until = before + remaining_us / 1e6 - margin_s
-
-
-@dataclass
-class Served:
-    """What serve answers."""
-
-    word: str
-    now_us: int
-    value: str | None
-    record: str | None
-    heir: str | None
-    call: str | None
-    next_us: int
-
-
-@dataclass
-class Sweeper:
-    """Who lets lines go on, and can send the calls of these tasks: serve, due, sweep and settle."""
-
-    server: Server
-    lines: str  # what the names of the sets of the broker's lines begin with
-    tasks: tuple[str, ...]
-    lease_us: int = 30_000_000
-    paced: tuple[int, ...] = ()  # the numbers, from 1, of those tasks that have a rate
-    claimed: str = ""  # until when its lines are claimed, as the last sweep has answered
-    next_us: int | None = None  # and when the next that cannot wait is due
-
-    def note(self, task: str, lock: str, within_us: int) -> str:
-        """The epoch."""
-        arguments = (lock, within_us, LINES_MS, 5)
-        return str(self.server.run("due", due_names(self.lines, task), *arguments)[0])
-
-    def claim(self) -> tuple[str, list[tuple[str, str]]]:
-        """The epoch, and the lines that are due: task and lock of each."""
-        _, epoch_name = due_names(self.lines, "")
-        keys = (epoch_name, *(due_names(self.lines, task)[0] for task in self.tasks))
-        reply = self.server.run("sweep", keys, 2_000_000, LINES_MS, 7, *self.paced)
-        epoch, self.claimed, next_us, *entries = reply
-        self.next_us = int(next_us) if next_us else None
-        return epoch, [(self.tasks[int(n) - 1], lock) for n, lock in zip(entries[::2], entries[1::2])]
-
-    def serve(self, lock: str, *, token: str = "", dead: str = "", away: str = "") -> Served:
-        """Hand the lock to the first in line."""
-        keys = (lock, record_name(lock), f"{lock}:line", f"{lock}:calls", f"{lock}:permits")
-        hand_over_us = min(10_000_000, self.lease_us)
-        arguments = (token or os.urandom(16).hex(), hand_over_us, REMEMBER_MS, self.lease_us, dead, away)
-        reply = self.server.run_of_permits("serve", lock, keys, *arguments)
-        word, now, value, record, heir, call, when = reply
-        return Served(word, int(now), value, record, heir, call, int(when))
-
-    def settle(self, task: str, lock: str, within_us: int | None) -> str:
-        """The word."""
-        within = "" if within_us is None else within_us
-        keys = (due_names(self.lines, task)[0],)
-        return str(self.server.run("settle", keys, lock, self.claimed, within)[0])
-
-
-@dataclass
 class ClassicClient:
-    """A client of the recipe: the steps of "A classic client"."""
+    """A program that runs the recipe."""
 
     server: Server
     lock: str
-    timeout_s: int = 10  # the page's T
+    timeout_s: int = 10
     until: int = 0  # the second that it wrote
     clock: Callable[[], float] | None = None  # in seconds; None: the server's
 
     def acquire(self) -> bool:
-        """Steps 1 to 3, once."""
+        """Ask once."""
         now = self._now()
         self.until = now + self.timeout_s + 1
         if self.server.ask("SETNX", self.lock, self.until) == 1:
             return True
         value = self.server.ask("GET", self.lock)
-        if value is None or int(value) >= now:
+        if value is None or not value.isdigit() or int(value) >= now:
             return False
         old = self.server.ask("GETSET", self.lock, self.until)
         return old is None or int(old) < now
 
     def release(self) -> None:
-        """Step 4."""
+        """Free the lock, if that is surely this program's still."""
         if self._now() < self.until - 1:
             self.server.ask("DEL", self.lock)
 
@@ -490,29 +234,17 @@ class Producer:
 
     def __init__(self, server: Server, lock: str) -> None:
         self._server, self._lock = server, lock
-        self._mark = beside(lock, "queued")
+        self._mark = beside(lock, ":queued")
 
-    def mark(self, task_id: str, dedupe: str, queue_lease_s: float = 3600) -> tuple[str, str]:
-        """The word, and whose mark or lock it is."""
-        others = (beside(self._lock, what) for what in ("queued", "line", "done"))
-        keys = (self._lock, record_name(self._lock), *others)
-        grace_ms = int(min(10, queue_lease_s) * 1000)
-        word, other, *_found = self._server.run("mark", keys, task_id, grace_ms, dedupe)
-        return word, other
-
-    def failed_after_all(self, token: str) -> str:
-        """The word: a call whose success was noted has failed, and counts no more."""
-        (word,) = self._server.run("forget", (beside(self._lock, "done"), record_name(self._lock)), token)
-        return str(word)
+    def mark(self, task_id: str, queue_lease_s: int = 3600) -> bool:
+        """Whether the call is to be sent: no other is queued."""
+        return self._server.ask("SET", self._mark, task_id, "NX", "PX", queue_lease_s * 1000) == b"OK"
 
     def header(self, task: str, task_id: str) -> dict[str, Any]:
         """The header of the call that was marked."""
         return {"task": task, "id": task_id, "attempt": 0, "key": self._lock, "marked": True}
 
-    def sent(self, task_id: str, queue_lease_s: float = 3600) -> str:
-        """The word."""
-        return str(self._server.run("extend", (self._mark,), task_id, int(queue_lease_s * 1000))[0])
-
-    def not_sent(self, task_id: str) -> str:
-        """The word."""
-        return str(self._server.run("unmark", (self._mark,), task_id)[0])
+    def not_sent(self, task_id: str) -> None:
+        """Free the mark of a call that could not be sent."""
+        if self._server.ask("GET", self._mark) == task_id.encode():
+            self._server.ask("DEL", self._mark)

@@ -36,7 +36,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, script: Script, good: str, bad: str) 
 
 
 def release_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, lock._RELEASE, "if h_token ~= token then", "if not h_token then")
+    plant(monkeypatch, lock._RELEASE, "if p.token ~= token then", "if not p.token then")
 
 
 def late_release_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def joins_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def late_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first command of a call that waits by now comes late, and gets the lock that nobody hears of."""
-    plant(monkeypatch, lock._ACQUIRE.one, "if is_late or later > 0", "if later > 0")
+    plant(monkeypatch, lock._ACQUIRE, "(is_begun or begun_by == '' and is_first)", "is_begun")
 
 
 def backend_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

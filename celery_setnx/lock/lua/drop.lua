@@ -1,11 +1,9 @@
 -- Drop a lock by hand, whoever holds it, if it is still what was shown.
 --
--- KEYS  1 lock, 2 record (see acquire.lua)
--- ARGV  1 value     the lock's value as it was shown
---       2 record    the record as it was shown; '' = there was none
+-- KEYS  1 lock, 2 record
+-- ARGV  1 value, 2 record, both as shown; '' = there was no record
 -- Returns {word}
---       dropped
---       changed (the lock or its record is another by now, or gone: nothing is touched)
+--       dropped | changed (it is another by now, or gone: nothing is touched)
 
 local value, record = ARGV[1], ARGV[2]
 

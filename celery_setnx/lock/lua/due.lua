@@ -1,18 +1,12 @@
--- Note when somebody should look at a line, for the workers that sweep (see sweep.lua).
+-- Note when somebody should look at a line, for the workers that sweep.
 --
--- KEYS  1 lines     sorted set, of one task: locks that its calls wait for, by the time (us) at which to look at the line
---       2 epoch     what tells these data from those that were there before they were lost; not given if nobody asks
--- ARGV  1 entry     the lock
---       2 within    microseconds from now at which to look at the latest
---       3 remember  milliseconds for which all this is remembered
---       4 epoch     of these data, if they have none
+-- KEYS  1 lines: sorted set, of one task, of the locks that its calls wait for, by the time (us) to look at their lines
+--       2 epoch: what tells these data from those before they were lost; left out if nobody asks
+-- ARGV  1 entry (the lock), 2 within (us from now), 3 remember (ms), 4 epoch (if these data have none)
 -- Returns {epoch}
 
+-- use: lock
 local entry, within, remember, epoch = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
-local function int(number) return string.format('%.0f', number) end
-
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 -- Nobody has the task, for longer than its calls are remembered. (Allowed when memory is full, and after a write
 -- ZADD is too.)
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '0', int(now - remember * 1000))

@@ -1,15 +1,11 @@
--- Read when the entries of a schedule ran last. A new one is remembered as it is first seen, and one that the
--- schedule has no more is forgotten.
+-- Read when the entries of a schedule ran last. A new one is remembered as it is first seen; one that the schedule has
+-- no more is forgotten.
 --
--- KEYS  1 entries    hash (see tick.lua)
--- ARGV  1 remember   milliseconds for which the entries are remembered
---       2... pairs   entry, and the last run (us) of one that is new; 0 if it counts from now
--- Returns {entry's value...}, in the order of the pairs
+-- KEYS  1 entries (see tick.lua)
+-- ARGV  1 remember (ms), 2... entry, and the last run (us) of one that is new; 0 = from now
+-- Returns {entry's value...}, in this order
 
-local function int(number) return string.format('%.0f', number) end
-
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+-- use: lock
 local found, wanted = {}, {}
 -- First, too: where it is forbidden nothing stays for ever; and it is allowed when memory is full, and HSETNX after it.
 redis.call('PEXPIRE', KEYS[1], ARGV[1])

@@ -1,17 +1,12 @@
 -- Say when it is time to look at a line again, or that nobody waits there any more.
 --
--- KEYS  1 lines    (see due.lua)
--- ARGV  1 entry    the lock
---       2 claimed  until when it was (us; see sweep.lua)
---       3 within   microseconds from now at which to look again; '' = nobody waits
--- Returns {word, microseconds until the line is due ('' if it is not there)}
---       settled | changed (somebody has noted another time meanwhile: the line stays, and the earlier time counts)
+-- KEYS  1 lines (see due.lua)
+-- ARGV  1 entry, 2 claimed until (us), 3 within (us from now; '' = nobody waits)
+-- Returns {word, us until the line is due ('' if it is not there)}
+--       settled | changed (somebody has noted another time meanwhile: the earlier one counts)
 
+-- use: lock
 local entry, claimed, within = ARGV[1], ARGV[2], ARGV[3]
-local function int(number) return string.format('%.0f', number) end
-
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local known = redis.call('ZSCORE', KEYS[1], entry)
 if not known then return {'changed', ''} end
 local is_changed = int(tonumber(known)) ~= claimed

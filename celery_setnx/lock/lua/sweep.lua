@@ -1,19 +1,14 @@
 -- Claim the lines that it is time to look at: for a moment nobody else does.
 --
--- KEYS  1 epoch, 2... lines: the sets of the sweeper's tasks (see due.lua)
--- ARGV  1 for       microseconds for which they are claimed
---       2 remember  milliseconds for which all this is remembered
---       3 epoch     of these data, if they have none
---       4... paced  numbers, from 1, of those sets whose tasks have a rate
--- Returns {epoch, claimed until us, microseconds until the next line of a paced task is due ('' if that is not soon),
---       number of the set, entry...}: a hundred entries at most
+-- KEYS  1 epoch, 2... lines of the sweeper's tasks (see due.lua)
+-- ARGV  1 for (us), 2 remember (ms), 3 epoch (if these data have none)
+--       4... numbers, from 1, of those lines whose tasks have a rate
+-- Returns {epoch, claimed until us, us until the next line of a paced task is due ('' if that is not soon), number of
+--       the lines and entry...}: a hundred entries at most
 
+-- use: lock
 local interval, remember, epoch, is_paced = tonumber(ARGV[1]), ARGV[2], ARGV[3], {}
 for place = 4, #ARGV do is_paced[tonumber(ARGV[place]) + 1] = true end
-local function int(number) return string.format('%.0f', number) end
-
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local claimed, room, next_due = int(now + interval), 100, math.huge
 -- Allowed when memory is full, and after a write SET and ZADD are too.
 if redis.call('PEXPIRE', KEYS[1], remember) == 0 then redis.call('SET', KEYS[1], epoch, 'PX', remember) end
@@ -24,10 +19,10 @@ for first = 2, #KEYS, 16 do -- most tasks have no lines: many are asked for at o
   for place = first, are_any and last or 0 do
     if is_paced[place] then
       local soon =
-        redis.call('ZRANGEBYSCORE', KEYS[place], '(' .. int(now), claimed, 'WITHSCORES', 'LIMIT', 0, 1)
+        redis.call('ZRANGEBYSCORE', KEYS[place], '(' .. now_text(), claimed, 'WITHSCORES', 'LIMIT', 0, 1)
       if soon[2] then next_due = math.min(next_due, tonumber(soon[2])) end
     end
-    local due = room > 0 and redis.call('ZRANGEBYSCORE', KEYS[place], '0', int(now), 'LIMIT', 0, room) or {}
+    local due = room > 0 and redis.call('ZRANGEBYSCORE', KEYS[place], '0', now_text(), 'LIMIT', 0, room) or {}
     for _, entry in ipairs(due) do
       redis.call('ZADD', KEYS[place], claimed, entry)
       found[#found + 1], found[#found + 2] = int(place - 1), entry

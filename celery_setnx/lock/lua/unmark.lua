@@ -1,11 +1,10 @@
--- Free a mark whose call will not start: it was not sent, was revoked, has expired, or was skipped. Or forget by hand
--- that a task has succeeded: then the run's token stands for the task id.
+-- Free a mark whose call will not start; or forget by hand that a task has succeeded: then the run's token stands for
+-- the task id.
 --
--- KEYS  1 mark (see mark.lua), or done (see release.lua)
+-- KEYS  1 mark, or done
 -- ARGV  1 task id
 -- Returns {word}
---       freed
---       lost (it has lapsed, its call has started, or it is another's: nothing is changed)
+--       freed | lost (it has lapsed, its call has started, or it is another's)
 
 local task_id = ARGV[1]
 
