@@ -1,7 +1,7 @@
 -- Acquire a lock, or take it over once its deadline has passed or its holder is proved dead.
 --
 -- KEYS  1 lock, 2 record; of a task 3 line, 4 calls, 5 mark, 6 ticket, 7 permits; of terms other than '1' 8 starts,
---       9... the other permits' locks and records, up to the limit
+--       9... the other permits' locks and records, up to the limit, or to the last in use if that is more
 -- ARGV  1 token (new for every attempt), 2 lease (us), 3 retention (ms that both keys outlive the deadline), 4 info,
 --       5 dead token ('' or that of a running holder whose process is proved dead)
 --       6 copy: which of the call's messages this is; only one of them may start it
@@ -55,7 +55,7 @@ local function answer(till, fence)
   local reply = {word, till, tonumber(fence or p.fence or 0), now, value, record, mark, int(waiters)}
   if #all == 1 then return reply end
   local longest = seen.longest or {number = 0}
-  reply[9], reply[10] = p.number, seen.spare - (p.till == 0 and p.number < limit and 1 or 0)
+  reply[9], reply[10] = p.number, seen.spare - (p.till == 0 and is_within(p, limit) and 1 or 0)
   reply[11], reply[12], reply[13] = longest.value or false, longest.record or false, longest.number
   return reply
 end
@@ -70,7 +70,7 @@ if word == 'again' or word == 'line' then return answer(p.deadline) end
 local fence, failed = grant(p, token, lease, retention, info, word == 'resumed')
 failed = failed or pace and pace.note(p, fence)
 if failed then return failed end
-if mark and mark == call.task and not second then redis.call('DEL', MARK) end
+if mark == call.task and not second then redis.call('DEL', MARK) end
 if line and p.heir and p.kind ~= 'for me' then
   line.put_back(p.heir, now < p.deadline and 'overtaken' or 'in vain', lease)
 end

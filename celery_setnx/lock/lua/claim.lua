@@ -17,10 +17,10 @@ local function is_running(p, token) return p.is_live and p.state == 'running' an
 -- process is proved `dead`, and one that is handed to another.
 local function kind_for(call, limit, dead)
   return function(p)
-    local is_within = p.number < limit
-    if p.heir then return p.heir == call.me and 'for me' or p.is_live and call.woken and is_within and 'for another' end
+    local is_open = is_within(p, limit)
+    if p.heir then return p.heir == call.me and 'for me' or p.is_live and call.woken and is_open and 'for another' end
     local is_its = call.own and string.sub(p.token, 1, #call.own) == call.own and task_of(p.token) == call.task
-    if p.token ~= call.token and not is_its then return is_within and is_running(p, dead) and 'dead' end
+    if p.token ~= call.token and not is_its then return is_open and is_running(p, dead) and 'dead' end
     -- One that has lapsed, too: its first delivery may be alive, and must find that it has lost it. But not past a
     -- line: who is told of it would ask for ever.
     return p.is_live and p.state ~= 'resting' and 'mine' or (p.is_live or call.may_pass) and 'was mine'
@@ -45,8 +45,9 @@ end
 -- by_kind has seen.
 local function claim(call, all, limit, pace, dead, second)
   local seen = by_kind(all, limit, kind_for(call, limit, dead))
-  local p = seen.mine or seen['for me'] or seen['was mine'] or seen.free
-  p = p or seen.dead or seen['for another'] or seen.held
+  -- Its own, whatever the limit; then a free one, a dead holder's, another's: those are within it.
+  local p = seen.mine or seen['for me'] or seen['was mine']
+  p = p or seen.free or seen.dead or seen['for another'] or seen.held
   local word = word_for(call, p, dead, second)
   if word == 'held' or word == 'again' then return p, word, nil, seen end
   -- Who is handed a permit has its start. One that was woken late takes another's: else two would wait for each other.

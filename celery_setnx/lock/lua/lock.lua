@@ -29,7 +29,7 @@ local function permit(number, lock, beside, value, record)
   end
   local token, deadline, fence, state, since, info =
     string.match(record or '', '^([^\n]*)\n(%d+)\n(%d+)\n([%l_]+)\n(%d+)\n()')
-  if token and (#deadline > 17 or #fence > 17) then token, deadline, state = nil, nil, nil end
+  if token and (#deadline > 17 or #fence > 17) then token, deadline, fence, state, since = nil end
   deadline = tonumber(deadline or 0)
   local is_time = value and string.match(value, '^%d+%.?%d*$')
   local is_live = is_time and now < deadline

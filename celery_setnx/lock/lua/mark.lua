@@ -30,7 +30,7 @@ if dedupe ~= 'until_started' then
   if is_run then return {'running', task_of(p.token), now_text(), p.value, p.record} end
 end
 local done = dedupe == 'dedupe_for' and redis.call('GET', DONE)
-done = done and (task_of(done) or done)
+done = task_of(done) or done
 if done and done ~= task_id then return answer('done', done) end
 -- Our own mark is there if this was sent twice; it may last for longer by now.
 if redis.call('PTTL', MARK) < lease then redis.call('SET', MARK, task_id, 'PX', int(lease)) end

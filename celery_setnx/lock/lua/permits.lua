@@ -1,11 +1,12 @@
 -- In front of the verbs that are about all permits of a lock. KEYS 1 and 2 are the first permit's; the others' stand
 -- behind all other keys, a lock and a record each.
 
--- `<name>:permits` says how many permits may have keys, and the terms for newcomers: '5', how many there are; or
--- '5:50/2000000', that 50 of them may start in any 2 s (us). Without that key there is one.
+-- `<name>:permits` is '<in use> <terms>'. '5 3': five permits may have keys, and newcomers have a limit of 3.
+-- '5 3:50/2000000': and 50 of them may start in any 2 s (us). Without that key there is one permit.
 local function in_use(known) return math.min(tonumber(string.match(known or '', '^(%d+) %d+:?[%d/]*$') or 1), 100) end
 local function terms_in(known) return string.match(known or '', '^%d+ ([1-9]%d*:?[%d/]*)$') or '1' end
 local function limit_of(terms) return tonumber(string.match(terms, '^%d+')) end
+local function is_within(p, limit) return p.number < limit end
 
 -- That more permits are in use than KEYS names from `first` on: ask again.
 local function more(known, first)
@@ -26,31 +27,31 @@ end
 -- All permits: the first, and those that KEYS names from `first` on.
 local function permits(first)
   local found, all = redis.call('MGET', KEYS[1], KEYS[2], unpack(KEYS, first)), {}
-  for place = 1, #found, 2 do
-    local key = place == 1 and 1 or first + place - 3
-    all[(place + 1) / 2] = permit((place - 1) / 2, KEYS[key], KEYS[key + 1], found[place], found[place + 1])
+  for number = 0, #found / 2 - 1 do
+    local key, value, record = number == 0 and 1 or first + 2 * number - 2, found[2 * number + 1], found[2 * number + 2]
+    all[number + 1] = permit(number, KEYS[key], KEYS[key + 1], value, record)
   end
   return all
 end
 
--- Of each kind the permit that comes free first. `kind_of` says what it calls a permit that is ours, or was; the others
--- are 'free' or 'held', within the limit: one beyond it drains. Beside them: how many are free (`spare`), or kept for a
--- woken call (`handed`); how many permits have keys (`top`); when the first that is held comes free, and the second
--- (`sooner`, `later`); and who has held one for longest.
+-- Of each kind the permit that comes free first. `kind_of` names those that are the caller's, or were. Others within
+-- the limit are 'free' or 'held'; one beyond a lowered limit drains. Beside them: how many are free (`spare`), or kept
+-- for a woken call (`handed`); the limit, or the last permit with a value if that is more (`top`); when the first held
+-- one comes free, and the second (`sooner`, `later`); and who has held one for longest.
 local function by_kind(all, limit, kind_of)
   local seen, oldest = {spare = 0, handed = 0, top = limit, sooner = NEVER, later = NEVER}, NEVER
-  for place, p in ipairs(all) do
+  for _, p in ipairs(all) do
     if not p.value and (p.heir or not seen.free) then see_other_type(p) end
-    if p.till == 0 and place <= limit then seen.spare = seen.spare + 1 end
-    if p.value or p.record or not seen.free then
-      if p.value then seen.top = math.max(seen.top, place) end
+    if p.till == 0 and is_within(p, limit) then seen.spare = seen.spare + 1 end
+    if p.value or p.record or not seen.free then -- empty ones behind the first free one tell nothing
+      if p.value then seen.top = math.max(seen.top, p.number + 1) end
       if p.heir and p.is_live then seen.handed = seen.handed + 1 end
       if p.till > 0 and tonumber(p.since or NEVER) < oldest then oldest, seen.longest = tonumber(p.since), p end
       if p.till > 0 and p.till < seen.later then
         seen.sooner, seen.later = math.min(seen.sooner, p.till), math.max(seen.sooner, p.till)
       end
       p.kind = (p.is_ours or p.heir and p.till == 0) and kind_of(p)
-      if not p.kind and place <= limit then p.kind = p.till == 0 and 'free' or 'held' end
+      if not p.kind and is_within(p, limit) then p.kind = p.till == 0 and 'free' or 'held' end
       if p.kind and (not seen[p.kind] or p.till < seen[p.kind].till) then seen[p.kind] = p end
     end
   end

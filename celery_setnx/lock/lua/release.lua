@@ -3,7 +3,8 @@
 -- KEYS  1 lock, 2 record; of a task 3 line, 4 calls, 5 mark; of a permit beside the first 6 permits; 7 done
 -- ARGV  1 token, 2 rest until (us; '0' = free at once), 3 remember (ms for which the release is known),
 --       4 mark again (ms; '0' = not): the task has sent its retry, and is queued again
---       5 hand over (us for which it is kept for the first in line; '' = for nobody)
+--       5 hand over (us for which it is kept for the first in line; '' = for nobody, as the caller says of one that is
+--         beyond the limit)
 --       6 done for (ms; '0' = not): for how long it counts that the task has succeeded, unless the run has failed
 -- Returns {word, now us, lock value}; with an heir {..., heir, call}: who is to be woken and with what, now or when
 --       the rest is over; if another holds it {..., false, since us}; the text 'released' if nothing else is to be told

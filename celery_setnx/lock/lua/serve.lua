@@ -23,12 +23,12 @@ local seen = by_kind(permits(7), limit, function(p)
   if p.heir and p.is_live then return (p.token == token or p.heir == absent) and 'asked' end
   if p.heir then lapsed = lapsed + 1 end -- in vain: the heir is to have its place again, whatever else is free
   local is_dead = p.is_live and p.state == 'running' and dead ~= '' and p.token == dead
-  return p.heir and 'lapsed' or is_dead and p.number < limit and 'dead'
+  return p.heir and 'lapsed' or is_dead and is_within(p, limit) and 'dead'
 end)
 local p = seen.asked or seen.lapsed or seen.free or seen.dead or seen.held
 if foreign_record(p) then return foreign_record(p) end
 local value, record, died = p.value or false, p.record, not was_left(p)
-local spare = seen.spare - (p.till == 0 and p.number < limit and 1 or 0)
+local spare = seen.spare - (p.till == 0 and is_within(p, limit) and 1 or 0)
 local start = pace and pace.till(seen.handed - (p.kind == 'asked' and 1 or 0), AHEAD) or 0
 
 -- Those whose time away is over have their places again.
@@ -58,7 +58,7 @@ if p.kind == 'held' then return answer('held', false, p.till < NEVER and p.till 
 if p.kind == 'asked' and p.token == token then return answer('handed', p.heir, p.deadline) end
 if p.heir then line.put_back(p.heir, unsent and 'unsent' or 'in vain', lease) end
 local heir, asks_for, are_more
-if not unsent and p.number < limit and start == 0 then heir, asks_for, are_more = line.next() end
+if not unsent and is_within(p, limit) and start == 0 then heir, asks_for, are_more = line.next() end
 if heir then
   local deadline = now + (asks_for or hand_over)
   redis.call('ZREM', LINE, heir)
