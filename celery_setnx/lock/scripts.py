@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import sha1
 from importlib.resources import files
 from typing import Any
@@ -175,6 +176,7 @@ def assembled(verb: str, file: Callable[[str], str]) -> str:
     return _USE.sub(lambda use: "".join(map(file, use[1].split())), file(verb))
 
 
+@cache
 def _lua(name: str) -> str:
     return (files("celery_setnx.lock") / "lua" / f"{name}.lua").read_text("utf-8")
 
