@@ -150,6 +150,7 @@ def test_no_script_says_what_the_texts_in_front_say():
         "'TIME'": "lock",
         r"([%l_]+)\n": "lock",
         "'%.0f'": "lock",
+        "|%x+$'": "lock",
         "(.*)|(%d+)$'": "ticket",
         "(40000": "line",
     }

@@ -152,7 +152,7 @@ class Script:
 class PermitScript(Script):
     """A verb that may be about any of a lock's permits.
 
-    One that starts calls, or lets them start, asks too whether their pace allows it.
+    One that asks their pace is told of their starts wherever it is told of several permits, or of a rate.
     """
 
     def __init__(self, verb: str, *, asks_pace: bool = False) -> None:

@@ -3,15 +3,13 @@
 -- A call by its token. `me`: as whom it stands in line, if that place is not another call's (see ticket.lua). Only who
 -- is the first there, or was woken, though late, `may_pass`.
 local function caller(token, woken, first, others)
-  local task, retries = string.match(token, '^(.*)|(%d+)|%x+$')
+  local task, retries = task_of(token)
   local me = task and not (others and is_known(others, task)) and task
   return {
     token = token, task = task, own = task and task .. '|', retries = tonumber(retries or nil), me = me, woken = woken,
     may_pass = not first or me and (woken or me == first),
   }
 end
-
-local function is_running(p, token) return p.is_live and p.state == 'running' and token ~= '' and p.token == token end
 
 -- Which permits are the call's; and which it may have beside free ones, within the limit: that of a holder whose
 -- process is proved `dead`, and one that is handed to another.
@@ -35,8 +33,8 @@ local function word_for(call, p, dead, second)
   end
   if is_running(p, call.token) then return 'again' end
   if is_running(p, dead) then return 'taken_over' end
-  local before = tonumber(string.match(p.token, '|(%d+)|%x+$') or nil)
-  local is_later = before and call.retries and call.retries > before
+  local _, before = task_of(p.token)
+  local is_later = before and call.retries and call.retries > tonumber(before)
   if p.state == 'held_for_retry' then return is_later and 'resumed' or 'held' end
   return p.state == 'resting' and call.task and (is_later or not second) and 'acquired' or 'held'
 end

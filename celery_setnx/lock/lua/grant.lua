@@ -3,6 +3,8 @@
 -- Whether nobody has died under a permit that has come free.
 local function was_left(p) return not p.value or p.is_ours and (p.state == 'resting' or p.heir ~= nil) end
 
+local function is_running(p, token) return p.is_live and p.state == 'running' and token ~= '' and p.token == token end
+
 -- An error, if a record is no text of ours.
 local function foreign_record(p)
   local is_foreign = not p.token and redis.call('EXISTS', p.beside) == 1

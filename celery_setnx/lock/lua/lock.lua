@@ -17,8 +17,8 @@ local function keep_for(key, ms)
   if redis.call('PTTL', key) < ms then redis.call('PEXPIRE', key, ms) end
 end
 
--- A task's token is id|retries|nonce.
-local function task_of(token) return string.match(token or '', '^(.*)|%d+|%x+$') end
+-- A task's token is id|retries|nonce: the id, and the retries as text.
+local function task_of(token) return string.match(token or '', '^(.*)|(%d+)|%x+$') end
 
 -- A permit, by what its two keys hold. `till` says when it comes free (us), and is 0 once it has. A value that is no
 -- number is another program's, and never ends. A number is ours while the record's deadline is ahead, or rounds up to

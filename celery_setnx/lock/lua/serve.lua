@@ -22,8 +22,7 @@ local limit, lapsed, line, pace = limit_of(terms), 0, line_of(LINE, CALLS), pace
 local seen = by_kind(permits(7), limit, function(p)
   if p.heir and p.is_live then return (p.token == token or p.heir == absent) and 'asked' end
   if p.heir then lapsed = lapsed + 1 end -- in vain: the heir is to have its place again, whatever else is free
-  local is_dead = p.is_live and p.state == 'running' and dead ~= '' and p.token == dead
-  return p.heir and 'lapsed' or is_dead and is_within(p, limit) and 'dead'
+  return p.heir and 'lapsed' or is_within(p, limit) and is_running(p, dead) and 'dead'
 end)
 local p = seen.asked or seen.lapsed or seen.free or seen.dead or seen.held
 if foreign_record(p) then return foreign_record(p) end
