@@ -15,9 +15,10 @@ from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock import survey
+from celery_setnx.lock.look import WAITERS, Sighting
+from celery_setnx.lock.look import look as look_at
 from celery_setnx.lock.record import Waiter
 from celery_setnx.lock.scripts import REDIS_ERRORS, translated
-from celery_setnx.lock.survey import Sighting
 from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_released
@@ -40,7 +41,7 @@ def locks(app: Celery) -> Iterator[Sighting]:
     """
     prefix = settings_of(app).prefix
     with _told_as_ours(f"{prefix}:{{*}}"):
-        yield from (seen for seen in survey.survey(client_for(app), prefix) if seen.is_lock)
+        yield from (seen for seen in survey.survey(client_for(app), prefix, marks=False) if seen.is_lock)
 
 
 def look(app: Celery, key: str) -> Sighting:
@@ -58,7 +59,7 @@ def look(app: Celery, key: str) -> Sighting:
     if not (key.startswith(f"{settings_of(app).prefix}:{{") and key.endswith("}")):
         raise ValueError(f"{key!r} is no name of a lock of this app's tasks")
     with _told_as_ours(key):
-        return survey.look(client_for(app), key)
+        return look_at(client_for(app), key)
 
 
 def waiters(app: Celery, seen: Sighting) -> list[Waiter]:
@@ -69,7 +70,7 @@ def waiters(app: Celery, seen: Sighting) -> list[Waiter]:
         LockRefused: Redis refuses a command.
     """
     with _told_as_ours(seen.key):
-        return survey.waiters(client_for(app), seen.key, seen.server_time)
+        return list(look_at(client_for(app), seen.key, waiters=WAITERS).waiters)
 
 
 def release(app: Celery, seen: Sighting, *, by: str) -> bool:
@@ -106,7 +107,7 @@ def drop_of_holder(app: Celery, seen: Sighting) -> Sighting | None:
     for _ in range(1 + _RENEWALS):
         if survey.drop(client, now):
             return now
-        again = survey.look(client, seen.key).of_each()
+        again = look_at(client, seen.key).of_each()
         same = next((one for one in again if _is_same(one, seen)), None)
         if same is None:
             break
@@ -117,7 +118,7 @@ def drop_of_holder(app: Celery, seen: Sighting) -> Sighting | None:
 def let_others_go_on(app: Celery, seen: Sighting) -> bool:
     """Let the line of a lock go on, or leave that to the workers: whether it goes on."""
     try:
-        if not survey.look(client_for(app), seen.key).waiting:
+        if not look_at(client_for(app), seen.key).waiting:
             return False  # to serve it all the same would be in the way of a call that comes just now
         let_the_line_go_on(app, seen.task, seen.key)
     except (SetnxError, *REDIS_ERRORS) as error:

@@ -289,9 +289,9 @@ def _counts(app: Celery) -> dict[str, Mapping[str, float]]:
     held: Counter[str] = Counter()
     oldest: dict[str, float] = {}
     try:
-        for sighting in survey(client_for(app), settings_of(app).prefix):
+        for sighting in survey(client_for(app), settings_of(app).prefix, marks=False):
             waiting[sighting.scope] += sighting.waiting
-            held[sighting.scope] += sighting.count_held()
+            held[sighting.scope] += len(sighting.living)
             for age_s in (one.age_s for one in sighting.of_each() if not one.is_stale and one.age_s):
                 oldest[sighting.scope] = max(oldest.get(sighting.scope, 0.0), age_s)
     except Exception as error:  # noqa: BLE001 - it is a scrape's thread: the other figures stand

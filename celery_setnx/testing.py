@@ -24,6 +24,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.look import WAITERS, Sighting, look
 from celery_setnx.lock.names import (
     done_name,
     line_names,
@@ -35,7 +36,7 @@ from celery_setnx.lock.names import (
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import PLAIN, task_token
 from celery_setnx.lock.scripts import PermitScript
-from celery_setnx.lock.survey import Sighting, successes, survey, waiters
+from celery_setnx.lock.survey import successes, survey
 from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.task import guard_for, lock_for
@@ -373,7 +374,7 @@ def _left(client: Any, what: Any, args: Any, kwargs: Any) -> list[str]:
                 left.append(f"{permit}lock {seen.key}: held by {one.holder}{ended}")
         if seen.mark is not None:
             left.append(f"mark {mark_name(seen.key)}: task {seen.mark} is queued")
-        for waiter in waiters(client, seen.key, seen.server_time) if seen.waiting else ():
+        for waiter in look(client, seen.key, waiters=WAITERS).waiters if seen.waiting else ():
             left.append(f"line of {seen.key}: task {waiter.task_id} waits at place {waiter.place}")
     return left
 

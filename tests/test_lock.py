@@ -128,7 +128,7 @@ def test_expired_lock_is_taken_over_with_the_dead_holders_record(locks):
 def test_foreign_words_about_permits_say_nothing(locks, text):
     """What no client of ours has written is written anew; nobody is refused, or asks for a million keys."""
     locks.set(f"{{{NAME}}}:permits", text, px=60_000)
-    assert len(SetnxLock(locks, NAME).look(with_waiters=True).holders) == 0
+    assert len(SetnxLock(locks, NAME).look(waiters=100).holders) == 0
     held = [SetnxLock(locks, NAME, limit=2).acquire().lock for _ in range(3)]
     assert [one and one.permit for one in held] == [0, 1, None]
     assert locks.get(f"{{{NAME}}}:permits") == "2 2"

@@ -281,9 +281,9 @@ def test_held_permits_are_counted_by_scope_in_one_survey(server, locks, app, mon
     assert held(read(generate_latest(registry).decode())) == {("held", "a"): 5, ("held", "b"): 1}
     surveys: list[str] = []
 
-    def counted(client: Any, prefix: str) -> Any:
+    def counted(client: Any, prefix: str, **which: bool) -> Any:
         surveys.append(prefix)
-        return survey(client, prefix)
+        return survey(client, prefix, **which)
 
     monkeypatch.setattr(metrics, "survey", counted)
     for of_b in (1, 2):

@@ -3,14 +3,17 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis
 
 from celery_setnx.keys import digest
+from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.look import Sighting, look
 from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.names import (
     key_name,
@@ -24,20 +27,14 @@ from celery_setnx.lock.names import (
 )
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import PLAIN, Terms
-from celery_setnx.lock.survey import (
-    BATCH,
-    NOT_TEXT,
-    Sighting,
-    drop,
-    forget_starts,
-    last_holder,
-    look,
-    survey,
-    waiters,
-)
+from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.survey import BATCH, COMMANDS, drop, forget_starts, survey
 from celery_setnx.lock.takeover import TakeOver, last_take_over, note_take_over
 from examples.embedded import EmbeddedServer
 from tests.harness import age, lock_keys, server_us
+
+EACH = ("time", "zcount", "zrevrange")
+"""What a look at a lock asks once, beside MGET."""
 
 KEY = key_name("t", "app.sync", digest([7]))
 
@@ -126,16 +123,16 @@ def test_survey_sees_all_parts_of_a_lock_once(locks):
 def test_survey_leaves_out_what_a_release_remembers(locks):
     """No locks, no sightings; a record alone is no lock, but says who had it last, deleted or released."""
     assert list(survey(locks, "t")) == []
-    assert last_holder(look(locks, KEY)) is None
+    assert look(locks, KEY).last_holder is None
     held = hold(locks)
-    assert last_holder(look(locks, KEY)) is None
+    assert look(locks, KEY).last_holder is None
     locks.delete(KEY)
-    assert last_holder(look(locks, KEY)).task_id == "t-1"
+    assert look(locks, KEY).last_holder.task_id == "t-1"
     held = hold(locks)
     held.release()
     assert locks.exists(record_name(KEY))
     assert list(survey(locks, "t")) == []
-    last = last_holder(look(locks, KEY))
+    last = look(locks, KEY).last_holder
     assert (last.task_id, last.state, last.fence) == ("t-1", "released", held.fence)
 
 
@@ -168,7 +165,7 @@ def test_survey_sees_a_key_that_is_no_string(locks):
     locks.hset(KEY, "a", "b")
     locks.expire(KEY, 60)
     (seen,) = survey(locks, "t")
-    assert (seen.holder.state, seen.holder.value) == ("foreign", NOT_TEXT)
+    assert (seen.holder.state, seen.holder.value) == ("foreign", "(not a string)")
     assert not drop(locks, seen)
     assert locks.exists(KEY)
 
@@ -179,7 +176,7 @@ def test_survey_survives_foreign_words_where_a_record_would_be(locks):
     locks.set(record_name(KEY), "not a record", ex=60)
     (seen,) = survey(locks, "t")
     assert seen.holder.state == "foreign"
-    assert last_holder(seen) is None
+    assert seen.last_holder is None
 
 
 @pytest.mark.parametrize("prefix", ["t", "t*", "[t]", "t?", "a^b-c", "t\\t"])
@@ -212,7 +209,7 @@ def test_survey_sees_a_permit_though_the_first_is_free(locks):
     second.release()
     assert locks.exists(permits_name(KEY))
     assert list(survey(locks, "t")) == []
-    assert last_holder(look(locks, KEY)).task_id == "t-1"
+    assert look(locks, KEY).last_holder.task_id == "t-1"
 
 
 def test_survey_sees_permits_beyond_a_limit_that_was_lowered(locks):
@@ -221,7 +218,7 @@ def test_survey_sees_permits_beyond_a_limit_that_was_lowered(locks):
     assert not SetnxLock(locks, KEY, limit=2).acquire().acquired
     (seen,) = survey(locks, "t")
     assert ([one.permit for one in seen.holders], seen.limit) == ([0, 1, 2], 2)
-    assert [one.permit for one in seen.under(Terms(2)).holders] == [0, 1]
+    assert [one.permit for one in seen.within.holders] == [0, 1]
     locks.delete(permits_name(KEY))
     (seen,) = survey(locks, "t")
     assert ([one.permit for one in seen.holders], seen.limit, seen.has_several) == ([0, 1, 2], 1, True)
@@ -254,31 +251,100 @@ def test_survey_sees_a_permit_that_is_no_string(locks):
     locks.hset(f"{KEY}#2", "a", "b")
     locks.expire(f"{KEY}#2", 60)
     for seen in (*survey(locks, "t"), look(locks, KEY)):
-        told = [(one.permit, one.state, one.value == NOT_TEXT) for one in seen.holders]
+        told = [(one.permit, one.state, one.value == "(not a string)") for one in seen.holders]
         assert told == [(0, "running", False), (2, "foreign", True)]
 
 
-@pytest.mark.parametrize("text", ["999999999999 5", "-1 5", "0 0", "maintenance", "5", ""])
-def test_survey_survives_foreign_words_about_permits(locks, text):
+@pytest.mark.parametrize(
+    ("text", "limit"), [("999999999999 5", 5), ("-1 5", 1), ("0 0", 1), ("maintenance", 1), ("5", 1), ("", 1)]
+)
+def test_survey_survives_foreign_words_about_permits(locks, text, limit):
     """What is no number of permits says nothing of them; those that are there are seen."""
     hold_many(locks, 2, limit=2)
     locks.set(permits_name(KEY), text, ex=60)
     (seen,) = survey(locks, "t")
-    assert ([one.permit for one in seen.holders], seen.limit) == ([0, 1], 1)
+    assert ([one.permit for one in seen.holders], seen.limit) == ([0, 1], limit)
 
 
-def test_survey_of_locks_with_one_permit_asks_what_it_did():
-    """The same commands as before there were several; one MGET more for each lock that has."""
+def test_survey_looks_at_each_lock_once():
+    """One script each; once more, if it has more permits than are there. What it asks is little."""
     with EmbeddedServer() as own, redis.Redis(port=own.port, decode_responses=True) as locks:
         keys = sorted(fill(locks, 50))
+        list(survey(locks, "t"))
         with commands(locks) as alone:
             assert len(list(survey(locks, "t"))) == 50
-        assert alone == {"scan": alone["scan"], "time": 1, "mget": 1}
+        assert alone == {"scan": alone["scan"], "evalsha": 50, **dict.fromkeys(EACH, 50), "mget": 2 * 50}
         for key in keys[:2]:
             hold_many(locks, 2, limit=3, key=f"{key[:-4]}more}}")
         with commands(locks) as several:
             assert len(list(survey(locks, "t"))) == 52
-        assert several == {"scan": several["scan"], "time": 1, "mget": 1 + 2}
+        assert several["evalsha"] == 52 + 2
+
+
+def test_look_touches_nothing(server, locks):
+    """Neither a key nor a TTL, be there what there may; a user who may only read may look."""
+    start(locks, 2)
+    hold_many(locks, 2, limit=3)
+    queue(locks)
+    wait_in_line(locks, "t-3", time.time())
+    before = {key: (locks.dump(key), locks.expiretime(key)) for key in lock_keys(locks)}
+    allowed = [f"+{name.lower()}" for name in (*COMMANDS, "SELECT")]
+    locks.acl_setuser("reader", enabled=True, nopass=True, keys=["t:*"], commands=allowed)
+    try:
+        with redis.Redis.from_url(server.url(1), username="reader", password="any") as reader:
+            seen = look(reader, KEY, terms=Terms(3, 2, 60.0), dedupe="until_started", waiters=9)
+    finally:
+        locks.acl_deluser("reader")
+    assert (seen.duplicate, seen.original, seen.word) == ("queued", "t-2", "paced")
+    assert [waiter.task_id for waiter in seen.waiters] == ["t-3"]
+    assert {key: (locks.dump(key), locks.expiretime(key)) for key in lock_keys(locks)} == before
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_look_says_what_a_call_is_told(locks, limit):
+    """The word that an acquire on the same terms is told."""
+    for state in ("free", "held", "ended", "line"):
+        locks.flushdb()
+        if state != "free":
+            held = hold_many(locks, limit, limit)
+            for one in held if state == "line" else ():
+                one.release()
+        if state == "line":
+            wait_in_line(locks, "t-3", time.time())
+        if state == "ended":
+            age(locks, KEY, 30)
+        seen = look(locks, KEY, terms=Terms(limit))
+        lock = SetnxLock(locks, KEY, limit=limit, mark=mark_name(KEY))
+        word, *_ = lock_module._acquire(lock, "new", "", "", ())
+        assert seen.word == word == {"free": "acquired", "ended": "taken_over"}.get(state, state)
+
+
+def test_look_by_a_dead_token_says_that_the_lock_is_taken_over(locks):
+    """As an acquire that has proved the holder dead."""
+    held = hold(locks)
+    assert look(locks, KEY).word == "held"
+    assert look(locks, KEY, dead=held.token).word == "taken_over"
+    wait_in_line(locks, "t-3", time.time())
+    assert look(locks, KEY, dead=held.token).word == "line"
+
+
+@pytest.mark.parametrize(
+    ("dedupe", "running", "done"),
+    [("until_started", None, None), ("until_done", "running", None), ("dedupe_for", "running", "done")],
+)
+def test_look_says_of_which_call_it_would_be_a_duplicate(locks, dedupe, running, done):
+    """What a publisher is told: queued, running, or done."""
+    held = SetnxLock(locks, KEY, line=True).acquire(token="t-1|0|ab").lock
+    seen = look(locks, KEY, dedupe=dedupe)
+    assert (seen.duplicate, seen.original) == (running, running and "t-1")
+    held.release(done_for=60)
+    seen = look(locks, KEY, dedupe=dedupe)
+    assert (seen.duplicate, seen.original) == (done, done and "t-1")
+    assert (seen.done, seen.done_by) == ("t-1|0|ab", "t-1")
+    queue(locks)
+    seen = look(locks, KEY, dedupe=dedupe)
+    assert (seen.duplicate, seen.original) == ("queued", "t-2")
+    assert look(locks, KEY).duplicate is None
 
 
 def start(locks: redis.Redis, count: int, limit: int = 1, rate: tuple[int, float] = (2, 60)) -> None:
@@ -295,7 +361,8 @@ def test_survey_sees_the_starts_of_a_free_lock(locks, count):
         assert (seen.key, seen.holder, seen.mark, seen.waiting) == (KEY, None, None, 0)
         assert (seen.terms, seen.limit, seen.started) == (Terms(1, 2, 60.0), 1, count)
         assert seen.is_paced == (count == 2)
-        assert seen.next_start == (pytest.approx(seen.starts[0] + 60, abs=1e-5) if count == 2 else None)
+        first = locks.zrange(starts_name(KEY), 0, 0, withscores=True)[0][1] / 1e6
+        assert seen.next_start == (pytest.approx(first + 60, abs=1e-5) if count == 2 else None)
     assert len(list(survey(locks, "t"))) == 1
 
 
@@ -322,8 +389,8 @@ def test_lock_that_is_held_is_not_paced_though_its_pace_allows_no_start(locks):
     assert (seen.is_paced, seen.next_start is None, seen.started) == (False, False, 2)
     held.release()
     assert look(locks, KEY).is_paced
-    assert look(locks, KEY).under(Terms(1, 5, 60.0)).next_start is None  # a call that may start more often
-    assert look(locks, KEY).under(PLAIN).next_start is None
+    assert look(locks, KEY, terms=Terms(1, 5, 60.0)).next_start is None  # a call that may start more often
+    assert look(locks, KEY, terms=PLAIN).next_start is None
     locks.flushdb()
     several = [SetnxLock(locks, KEY, limit=3, rate=(2, 60)).acquire().lock for _ in range(2)]
     assert look(locks, KEY).is_paced
@@ -356,18 +423,19 @@ def test_start_that_is_later_than_now_is_none(locks):
     start(locks, 2)
     locks.zadd(starts_name(KEY), {"later": server_us(locks) + 3600e6})
     seen = look(locks, KEY)
-    assert (seen.started, len(seen.starts)) == (2, 3)
+    assert seen.started == 2
     assert 0 < seen.next_start - seen.server_time <= 60
 
 
 @pytest.mark.parametrize("protocol", [2, 3])
 @pytest.mark.parametrize("decode", [True, False], ids=["text", "bytes"])
-def test_starts_are_read_whatever_a_reply_looks_like(server, locks, protocol, decode):
-    """The older protocol has members and times in one row."""
+def test_look_is_read_whatever_a_reply_looks_like(server, locks, protocol, decode):
+    """As text or as bytes, by either protocol."""
     start(locks, 2)
+    hold(locks)
     with redis.Redis.from_url(server.url(1), protocol=protocol, decode_responses=decode) as client:
-        assert look(client, KEY).starts == look(locks, KEY).starts
-        assert (look(client, KEY).started, look(client, KEY).is_paced) == (2, True)
+        assert replace(look(client, KEY), server_time=0.0) == replace(look(locks, KEY), server_time=0.0)
+        assert look(client, KEY).started == 2
 
 
 @pytest.mark.parametrize("forget", ["permits", "kind"])
@@ -379,9 +447,9 @@ def test_survey_survives_starts_of_which_it_knows_no_pace(locks, forget):
         locks.set(starts_name(KEY), "7", ex=60)
     assert [seen.key for seen in survey(locks, "t")] == ([KEY] if forget == "permits" else [])
     seen = look(locks, KEY)
-    assert (seen.next_start, seen.started, seen.is_paced) == (None, 0, False)
+    assert (seen.next_start, seen.is_paced) == (None, False)
     if forget == "permits":
-        assert seen.under(Terms(1, 2, 60.0)).is_paced
+        assert look(locks, KEY, terms=Terms(1, 2, 60.0)).is_paced
 
 
 def test_starts_that_were_seen_are_forgotten(locks):
@@ -392,21 +460,25 @@ def test_starts_that_were_seen_are_forgotten(locks):
     assert forget_starts(locks, seen) == 2
     assert (look(locks, KEY).started, locks.zcard(starts_name(KEY))) == (1, 1)
     assert forget_starts(locks, seen) == 0
-    assert forget_starts(locks, Sighting(KEY, "app.sync", "", 0.0)) == 0
+    assert forget_starts(locks, Sighting(KEY)) == 0
 
 
 @pytest.mark.slow
-def test_survey_of_20_000_locks_takes_few_commands():
-    """Each lock once, by SCAN and MGET in batches; never KEYS, and nothing per lock."""
+def test_survey_of_20_000_locks_takes_few_round_trips(monkeypatch):
+    """Each lock once, by SCAN and by a script, a thousand in a round trip; never KEYS."""
+    asked: list[int] = []
     with EmbeddedServer() as own, redis.Redis(port=own.port, decode_responses=True) as locks:
         keys = fill(locks, 20_000)
+        look(locks, KEY)
+        many = Script.many
+        monkeypatch.setattr(Script, "many", lambda *args: (asked.append(len(args[2])), many(*args))[1])
         with commands(locks) as called:
             seen = [sighting.key for sighting in survey(locks, "t")]
     assert len(seen) == len(keys)
     assert set(seen) == keys
-    assert called["mget"] == len(keys) / BATCH
+    assert asked == [BATCH] * (len(keys) // BATCH)
+    assert called["evalsha"] == len(keys)
     assert "keys" not in called
-    assert sum(count for name, count in called.items() if name != "scan") < 100
     assert called["scan"] < 3 * 2 * len(keys) / BATCH
 
 
@@ -427,7 +499,9 @@ def test_waiters_come_in_the_order_of_the_line(locks):
     now = time.time()
     wait_in_line(locks, "second", now - 5)
     wait_in_line(locks, "first", now - 9)
-    found = [(waiter.place, waiter.task_id, round(waiter.age_s)) for waiter in waiters(locks, KEY, now)]
+    found = [
+        (waiter.place, waiter.task_id, round(waiter.age_s)) for waiter in look(locks, KEY, waiters=9).waiters
+    ]
     assert found == [(1, "first", 9), (2, "second", 5)]
     assert locks.zcard(line_names(KEY)[0]) == 2
 

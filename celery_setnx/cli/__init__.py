@@ -176,15 +176,11 @@ def show(
     from celery_setnx.cli.describe import all_of, page
     from celery_setnx.cli.screen import say
     from celery_setnx.connection import client_for
-    from celery_setnx.lock.survey import success_of, waiters
     from celery_setnx.lock.takeover import last_take_over
 
     app = loaded(ctx.obj.app)
     sighting, about, instead = sight(app, target, arguments, args_json, kwargs)
-    client = client_for(app)
-    line = waiters(client, sighting.key, sighting.server_time)
-    done = success_of(client, sighting.key)
-    details = all_of(sighting, last_take_over(client, sighting.key), line, done)
+    details = all_of(sighting, last_take_over(client_for(app), sighting.key))
     if as_json:
         click.echo(json.dumps(details, indent=2))
     else:
@@ -213,19 +209,17 @@ def why(
     from celery_setnx.cli.asked import loaded, sight_call, the_guard_of, unknown
     from celery_setnx.cli.describe import answer, verdict
     from celery_setnx.cli.screen import say
-    from celery_setnx.connection import client_for
-    from celery_setnx.lock.survey import success_of
     from celery_setnx.wording import titled
 
     app = loaded(ctx.obj.app)
     if task not in app.tasks:
         raise click.UsageError(unknown(app, task))
-    sighting, about, instead = sight_call(app, app.tasks[task], arguments, args_json, kwargs)
-    done = success_of(client_for(app), sighting.key)
-    runs, because = verdict(the_guard_of(app.tasks[task]), sighting, done)
+    guard = the_guard_of(app.tasks[task])
+    sighting, about, instead = sight_call(app, app.tasks[task], arguments, args_json, kwargs, guard)
+    runs, because = verdict(guard.options, sighting)
     because += [instead] if instead else []
     if as_json:
-        told = answer(runs, because, sighting, done)
+        told = answer(runs, because, sighting)
         click.echo(json.dumps({**told, "about": told["about"] or about}, indent=2))
     else:
         reason, *more = because
@@ -274,7 +268,7 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     else:
         sighting, _, instead = sight(app, target, given["arguments"], given["args_json"], given["kwargs"])
         if done:
-            byhand.forget_done_call(app, sighting.key, yes=yes)
+            byhand.forget_done_call(app, sighting, yes=yes)
         elif starts:
             byhand.forget_starts_of(app, sighting, yes=yes)
         else:

@@ -27,8 +27,10 @@ from celery_setnx.exceptions import (
     SetnxError,
     UnkeyableCall,
 )
+from celery_setnx.lock.look import WAITERS, Sighting, look
+from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.scripts import REDIS_ERRORS, translated
-from celery_setnx.lock.survey import COMMANDS, Sighting, Success, look, successes, survey
+from celery_setnx.lock.survey import COMMANDS, successes, survey
 from celery_setnx.options import settings_of
 from celery_setnx.task import import_tasks
 from celery_setnx.wording import sentence, titled
@@ -78,18 +80,16 @@ def loaded(app: Celery) -> Celery:
 
 def told(app: Celery, error: Exception) -> click.ClickException | None:
     """An error of ours, or of Redis, as one line and an exit code; None if it is another's."""
-    if isinstance(error, (LockRefused, LockUnavailable)):
-        return NoRedis(str(error))
-    if isinstance(error, SetnxError):
+    if isinstance(error, SetnxError) and not isinstance(error, (LockRefused, LockUnavailable)):
         text = " ".join(str(error).split())
         if app.main == "default":
             text = f"{sentence(text)} No app was given: celery -A app setnx ..."
         return click.ClickException(text)
-    if not isinstance(error, REDIS_ERRORS):
+    known = translated(prefix(app), error) if isinstance(error, REDIS_ERRORS) else error
+    if not isinstance(known, (LockRefused, LockUnavailable)):
         return None
-    known = translated(prefix(app), error)
     text = f"{server(app)}: {sentence(known.reason)}"
-    if isinstance(error, NoPermissionError):
+    if isinstance(known.__cause__, NoPermissionError):
         text += f" celery setnx needs {', '.join(COMMANDS)} on {prefix(app)}:*."
     else:
         text = f"{text} {known.remedy}".rstrip()
@@ -107,12 +107,23 @@ def prefix(app: Celery) -> str:
     return settings_of(app).prefix
 
 
-def look_at(app: Celery, key: str) -> Sighting:
-    """What there is of a lock."""
+def look_at(app: Celery, key: str, guard: Guard | None = None) -> Sighting:
+    """What there is of a lock; and what a call of a guard's task would be told of it, if one is given."""
+    asked: dict[str, Any] = {"waiters": WAITERS}
+    if guard is not None:
+        options = guard.options
+        asked = {"terms": options.terms, "dedupe": options.asks if options.dedupe else ""}
+    client = client_for(app)
     try:
-        return look(client_for(app), key)
+        seen = look(client, key, **asked)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    found = seen.found
+    if guard is None or not guard.settings.same_host or not found or seen.word != "held":
+        return seen
+    # As a worker on this host does (`SetnxLock.acquire_at_death`).
+    is_dead = found.state == "running" and is_surely_dead(found.info)
+    return look(client, key, dead=found.token, **asked) if is_dead else seen
 
 
 def sight(
@@ -125,7 +136,7 @@ def sight(
         raise click.UsageError(f"{target} is a key: give no ARGS" if "{" in target else unknown(app, target))
     sighting = look_at(app, target)
     is_whole = "{" in target and target.endswith("}")
-    if is_whole or any(sighting.raw):
+    if is_whole or sighting.holders or sighting.left:
         return Asked(sighting)
     if "{" in target:
         raise click.UsageError(
@@ -136,12 +147,17 @@ def sight(
 
 
 def sight_call(
-    app: Celery, task: Task, arguments: tuple[str, ...], args_json: str | None, kwargs_json: str | None
+    app: Celery,
+    task: Task,
+    arguments: tuple[str, ...],
+    args_json: str | None,
+    kwargs_json: str | None,
+    guard: Guard | None = None,
 ) -> Asked:
-    """What there is of the lock of a call; if nothing, perhaps of that which was meant."""
+    """What there is of the lock of a call; if nothing, perhaps of that which was meant. See `look_at`."""
     given = args_json, kwargs_json
     key, about = key_of(task, arguments, *given)
-    sighting = look_at(app, key)
+    sighting = look_at(app, key, guard)
     if sighting.is_lock or sighting.mark:
         return Asked(sighting, about)
     otherwise = tuple(map(_otherwise, arguments))
@@ -174,7 +190,7 @@ def find(
 ) -> Iterator[Sighting]:
     """The locks, or the marks, that a command is about; `older_s`: that somebody has had for so long."""
     scope = _scope(app, task)
-    for sighting in survey(client_for(app), prefix(app)):
+    for sighting in survey(client_for(app), prefix(app), marks=queued):
         if task is not None and sighting.scope != scope and (queued or sighting.task != task):
             continue
         if older_s is not None and not any((one.age_s or 0.0) >= older_s for one in sighting.of_each()):
@@ -183,12 +199,12 @@ def find(
             yield sighting
 
 
-def find_done(app: Celery, task: str | None) -> Iterator[Success]:
-    """The successes that count, of a task or of all."""
+def find_done(app: Celery, task: str | None) -> Iterator[Sighting]:
+    """The keys of a task, or of all, with a call whose success counts."""
     scope = _scope(app, task)
-    for success in successes(client_for(app), prefix(app)):
-        if task is None or success.scope == scope:
-            yield success
+    for sighting in successes(client_for(app), prefix(app)):
+        if task is None or sighting.scope == scope:
+            yield sighting
 
 
 def the_guard_of(task: Task) -> Guard:

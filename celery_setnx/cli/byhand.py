@@ -17,8 +17,9 @@ from celery_setnx.cli.asked import also_under, find, find_done, prefix, unknown
 from celery_setnx.cli.describe import fate, many, of_permits, of_starts, span, until
 from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
+from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.marks import Mark, forget_each, free_all
-from celery_setnx.lock.survey import Sighting, Success, drop, forget_starts, success_of
+from celery_setnx.lock.survey import drop, forget_starts
 from celery_setnx.log import Log
 
 logger = Log("celery_setnx")
@@ -57,7 +58,7 @@ def release_lock(
     shown = [one for one in sighting.of_each() if permit is None or _number(one) == permit]
     if not shown:
         raise _nothing_to_release(app, sighting, permit, instead)
-    if not sighting.key.startswith(f"{prefix(app)}:{{") and not any(sighting.raw[1::2]):
+    if not sighting.key.startswith(f"{prefix(app)}:{{") and not _has_record(sighting):
         raise click.UsageError(f"{sighting.key} is no lock of this app's tasks, and has no record beside it.")
     in_short = sighting.has_several and permit is None
     if in_short:
@@ -84,8 +85,8 @@ def release_lock(
 def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, instead: str) -> NotReleased:
     """That nobody has a lock, and what else there is of its key."""
     more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
-    if done := success_of(client_for(app), sighting.key):
-        more += f" A call has succeeded and counts, as {done.task_id}: see release --done."
+    if sighting.done_by:
+        more += f" A call has succeeded and counts, as {sighting.done_by}: see release --done."
     if sighting.is_paced:
         more += f" Its pace allows no start ({of_starts(sighting)}): see release --starts."
     more += f" {instead}" if instead else ""
@@ -105,6 +106,10 @@ def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) ->
         tell(app, one, _user())
     if let_others_go_on(app, sighting):
         say("Others wait in line; the first has its turn.")
+
+
+def _has_record(sighting: Sighting) -> bool:
+    return any(holder.token for holder in (*sighting.holders, *sighting.left))
 
 
 def _number(sighting: Sighting) -> int:
@@ -146,7 +151,7 @@ def forget_done_of(app: Celery, task: str, *, yes: bool) -> None:
         hint = "" if task in app.tasks else f" {unknown(app, task)}"
         raise NotReleased(f"Nothing to forget: no call of {task} counts as done.{hint}")
     are = "counts" if len(shown) == 1 else "count"
-    say(f"{many(len(shown), 'call')} of {task} {are} as done, such as {shown[0].task_id}.")
+    say(f"{many(len(shown), 'call')} of {task} {are} as done, such as {shown[0].done_by}.")
     _say_who_shares(app, task)
     count = _forgotten(app, shown, yes=yes)
     forgotten = many(count, "done call")
@@ -154,25 +159,25 @@ def forget_done_of(app: Celery, task: str, *, yes: bool) -> None:
     say(f"Forgot {forgotten} of {task}.")
 
 
-def forget_done_call(app: Celery, key: str, *, yes: bool) -> None:
+def forget_done_call(app: Celery, shown: Sighting, *, yes: bool) -> None:
     """Show which call of a key has succeeded and counts, ask, and forget it if it still does."""
-    shown = success_of(client_for(app), key)
-    if shown is None:
+    key = shown.key
+    if shown.done is None:
         raise NotReleased(f"Nothing to forget: no call of {key} counts as done.")
-    counts = f"counts for {span(shown.counts_for_s)} more"
-    say(f"The call of {key} has succeeded, as {shown.task_id}, and {counts}.")
+    counts = f"counts for {span(shown.done_counts_for_s)} more"
+    say(f"The call of {key} has succeeded, as {shown.done_by}, and {counts}.")
     if not _forgotten(app, [shown], yes=yes):
         raise NotReleased(f"Not forgotten: {key} has changed meanwhile. Look again.")
-    _note(app, "%s, done as %s, was forgotten by hand, by %s.", key, shown.task_id, _user())
-    say(f"Forgot {shown.task_id}.")
+    _note(app, "%s, done as %s, was forgotten by hand, by %s.", key, shown.done_by, _user())
+    say(f"Forgot {shown.done_by}.")
 
 
 def forget_starts_of(app: Celery, sighting: Sighting, *, yes: bool) -> None:
     """Show how many starts of a key count, ask, and forget those that were shown: the next may be at once."""
     key = sighting.key
-    if not sighting.starts:
+    if sighting.last_start is None:
         raise NotReleased(f"Nothing to forget: no start of {key} is noted.")
-    say(f"Starts of {key}: {of_starts(sighting) or len(sighting.starts)}.")
+    say(f"Starts of {key}: {of_starts(sighting) or sighting.started}.")
     say("  Without them as many calls may start at once as in a new window.")
     if not yes and not click.confirm("Forget them?"):
         raise NotReleased("Not forgotten.")
@@ -184,7 +189,7 @@ def forget_starts_of(app: Celery, sighting: Sighting, *, yes: bool) -> None:
         say("Others wait in line; as many as may start have their turn.")
 
 
-def _forgotten(app: Celery, shown: Sequence[Success], *, yes: bool) -> int:
+def _forgotten(app: Celery, shown: Sequence[Sighting], *, yes: bool) -> int:
     """Ask, and forget what is still what was shown: how many."""
     which = "it" if len(shown) == 1 else "them"
     say(f"  Without {which} the next call is published, and runs.")
@@ -192,7 +197,7 @@ def _forgotten(app: Celery, shown: Sequence[Success], *, yes: bool) -> int:
         raise NotReleased("Not forgotten.")
     count = 0
     for start in range(0, len(shown), _BATCH):
-        batch = [(success.key, success.token) for success in shown[start : start + _BATCH]]
+        batch = [(one.key, str(one.done)) for one in shown[start : start + _BATCH]]
         for forgotten in forget_each(client_for(app), batch):
             if isinstance(forgotten, Exception):
                 raise forgotten

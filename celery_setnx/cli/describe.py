@@ -1,6 +1,6 @@
 """What was seen of a lock, as JSON rows, table cells and sentences; and whether a call would run now.
 
-Nothing here asks a server: what is said is what `celery_setnx.lock.survey` has seen.
+Nothing here asks a server: what is said is what `celery_setnx.lock.look` has seen.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from celery_setnx.call.guard import Guard
+from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.process import fate_of
-from celery_setnx.lock.record import Holder, Waiter
-from celery_setnx.lock.survey import Sighting, Success, last_holder
+from celery_setnx.lock.record import Holder
 from celery_setnx.lock.takeover import TakeOver
 from celery_setnx.options import Options
 from celery_setnx.wording import shortened, titled
@@ -40,8 +39,8 @@ def row(sighting: Sighting) -> dict[str, Any]:
     found["held"] = len(sighting.holders)
     found["limit"] = sighting.limit
     found["holders"] = list(map(_row_of_permit, sighting.of_each())) if sighting.has_several else None
-    found["rate"] = [sighting.terms.starts, sighting.terms.period_s] if sighting.terms.starts else None
-    found["starts"] = sighting.started if sighting.terms.starts else None
+    found["rate"] = [sighting.asked.starts, sighting.asked.period_s] if sighting.asked.starts else None
+    found["starts"] = sighting.started if sighting.asked.starts else None
     found["next_start_s"] = rounded(_next_start_s(sighting))
     return found
 
@@ -89,13 +88,13 @@ def mark_row(sighting: Sighting) -> dict[str, Any]:
     }
 
 
-def done_row(success: Success) -> dict[str, Any]:
+def done_row(sighting: Sighting) -> dict[str, Any]:
     """A success that counts as plain JSON values, under the names that docs/cli.md promises."""
     return {
-        "key": success.key,
-        "task": success.scope,
-        "task_id": success.task_id,
-        "counts_for_s": rounded(success.counts_for_s),
+        "key": sighting.key,
+        "task": sighting.scope,
+        "task_id": sighting.done_by,
+        "counts_for_s": rounded(sighting.done_counts_for_s),
     }
 
 
@@ -134,18 +133,18 @@ def _next_start_s(sighting: Sighting) -> float | None:
 
 def of_starts(sighting: Sighting) -> str:
     """How many starts count of how many there may be, and when the next may be; nothing without a pace."""
-    if not sighting.terms.starts:
+    if not sighting.asked.starts:
         return ""
     next_start_s = _next_start_s(sighting)
     then = "" if next_start_s is None else f"; the next may be in {span(next_start_s)}"
-    return f"{sighting.started} of {sighting.terms.pace}{then}"
+    return f"{sighting.started} of {sighting.asked.pace}{then}"
 
 
 def of_permits(sighting: Sighting, before: str = "") -> str:
     """How many permits are held of how many: "3/5"; of a limit that was lowered "3/3 +2". Nothing of one."""
     if not sighting.has_several:
         return ""
-    within = len(sighting.under(sighting.terms).holders)
+    within = len(sighting.within.holders)
     beyond = len(sighting.holders) - within
     return f"{before}{within}/{sighting.limit}" + (f" +{beyond}" if beyond else "")
 
@@ -167,9 +166,12 @@ def mark_cells(sighting: Sighting) -> list[str]:
     return [sighting.scope, f"in {span(sighting.mark_ends_s)}", str(sighting.mark), sighting.key]
 
 
-def done_cells(success: Success) -> list[str]:
+def done_cells(sighting: Sighting) -> list[str]:
     """A success that counts as the cells of a table, one for each of `DONE_COLUMNS`."""
-    return [success.scope, f"for {span(success.counts_for_s)}", success.task_id, success.key]
+    return [
+        *(sighting.scope, f"for {span(sighting.done_counts_for_s)}"),
+        *(str(sighting.done_by), sighting.key),
+    ]
 
 
 class Shape(NamedTuple):
@@ -195,11 +197,9 @@ def _plain(_one: Any) -> dict[str, Any]:
     return {}
 
 
-def all_of(
-    sighting: Sighting, taken_over: TakeOver | None, line: Sequence[Waiter], done: Success | None
-) -> dict[str, Any]:
+def all_of(sighting: Sighting, taken_over: TakeOver | None) -> dict[str, Any]:
     """All that is known of one lock, as JSON has it."""
-    holder, last = sighting.holder, last_holder(sighting)
+    holder, last = sighting.holder, sighting.last_holder
     found, holders = row(sighting), sighting.holders
     details = found["holders"]
     return {
@@ -209,8 +209,8 @@ def all_of(
         "last_take_over": taken_over and asdict(taken_over),
         "mark": sighting.mark,
         "mark_lapses_in_s": rounded(sighting.mark_ends_s),
-        **_done_row(done),
-        "line": [{**asdict(waiter), "age_s": rounded(waiter.age_s)} for waiter in line],
+        **_done(sighting),
+        "line": [{**asdict(waiter), "age_s": rounded(waiter.age_s)} for waiter in sighting.waiters],
         "holders": details and [{**one, "token": holder.token} for one, holder in zip(details, holders)],
     }
 
@@ -263,12 +263,12 @@ def _page_of(sighting: Sighting, holder: Holder | None) -> Iterator[str]:
     yield f"value     {holder.value if holder.value.isdecimal() else repr(holder.value)}"
 
 
-def _done_row(done: Success | None) -> dict[str, Any]:
+def _done(sighting: Sighting) -> dict[str, Any]:
     """What the JSON of one lock says of a success that counts."""
-    return {"done": done and done.task_id, "done_counts_for_s": rounded(done.counts_for_s if done else None)}
+    return {"done": sighting.done_by, "done_counts_for_s": rounded(sighting.done_counts_for_s)}
 
 
-def answer(runs: bool, because: Sequence[str], sighting: Sighting, done: Success | None) -> dict[str, Any]:
+def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, Any]:
     """A verdict as plain JSON values, and the lock that it is about."""
     return {
         "runs": runs,
@@ -277,39 +277,59 @@ def answer(runs: bool, because: Sequence[str], sighting: Sighting, done: Success
         **row(sighting),
         "mark": sighting.mark,
         "mark_lapses_in_s": rounded(sighting.mark_ends_s),
-        **_done_row(done),
+        **_done(sighting),
     }
 
 
-def verdict(guard: Guard, sighting: Sighting, done: Success | None) -> tuple[bool, list[str]]:
-    """Whether a call would run now, and why, the main reason first."""
-    options = guard.options
-    limit, own = options.limit, sighting.under(options.terms)
-    if options.dedupe and sighting.mark:
-        because = f"the same call is queued, as {sighting.mark}; a new one would not be published."
-        lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
-        return False, [because, _duplicate(options, sighting.mark), lapses, *_who(own, limit)]
-    if options.dedupe_for and done and not _is_run(own):
-        counts = f"as {done.task_id}, and counts for {span(done.counts_for_s)} more"
-        because = f"the same call has succeeded, {counts}; a new one would not be published."
-        return False, [because, _duplicate(options, done.task_id), *_who(own, limit)]
-    in_line = [f"{many(sighting.waiting, 'call')} in line come first."] if sighting.waiting else []
-    if own.holder is None:
-        runs, reasons = not in_line, ["nothing holds its lock.", *in_line]
-    elif limit > 1:
-        runs, reasons = _verdict_of_several(guard, own, in_line)
-    else:
-        runs, reasons = _verdict_of_one(guard, own, own.holder, in_line)
-    if own.next_start is not None and (runs or own.is_paced):
-        runs, reasons = False, _verdict_of_pace(options, own)
-    elif own.next_start is not None:
-        reasons.append(f"Nor does its pace allow a start: {of_starts(own)}.")
+def verdict(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
+    """Whether a call would run now that is told this, and why, the main reason first."""
+    own = sighting.within
+    runs, reasons = (False, _as_duplicate(options, own)) if sighting.duplicate else _as_call(options, own)
     return runs, [*reasons, *_deploy(sighting, options)]
 
 
-def _verdict_of_pace(options: Options, sighting: Sighting) -> list[str]:
+def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:
+    """Why a call would not be published."""
+    original = str(sighting.original)
+    why = {
+        "queued": f"the same call is queued, as {original}; a new one would not be published.",
+        "running": f"the same call runs already, as {original}; a new one would not be published.",
+        "done": f"the same call has succeeded, as {original}, and counts for "
+        f"{span(sighting.done_counts_for_s)} more; a new one would not be published.",
+    }[str(sighting.duplicate)]
+    lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
+    marked = [lapses] if sighting.duplicate == "queued" else []
+    return [why, _duplicate(options, original), *marked, *_who(sighting, options.limit)]
+
+
+def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
+    """Whether a call would have the lock now, or a permit, by what it would be told."""
+    word, found, who = sighting.word, sighting.found, _who(sighting, options.limit)
+    in_line = [f"{many(sighting.waiting, 'call')} in line come first."] if sighting.waiting else []
+    if word == "paced":
+        return False, _paced(options, sighting)
+    if word == "held":
+        reasons = [_held(options, sighting), *who, _on_conflict(options, sighting)]
+        if sighting.next_start is not None:
+            reasons.append(f"Nor does its pace allow a start: {of_starts(sighting)}.")
+        return False, reasons
+    holder, lock = ("the holder", "lock") if options.limit == 1 else ("a holder", "permit")
+    if found is None and sighting.holders:
+        because = f"a permit is free ({len(sighting.holders)} of {options.limit} held)."
+        return word != "line", [because, *(in_line or who)]
+    if found is None:
+        return word != "line", ["nothing holds its lock.", *in_line]
+    if word == "line":
+        return False, [f"{holder}'s lease ended; the first in line takes its {lock} over.", *in_line]
+    if not sighting.has_ended(found):
+        return True, [_dead(options, found), *who, "Workers on other hosts wait until its lease ends."]
+    late = span(sighting.server_time - (found.deadline or 0.0))
+    return True, [f"{holder}'s lease ended {late} ago; the call takes its {lock} over.", *who]
+
+
+def _paced(options: Options, sighting: Sighting) -> list[str]:
     """Why a call would not run that could have the lock, or a permit."""
-    next_start_s, starts = _next_start_s(sighting), f"{sighting.started} of {sighting.terms.pace}"
+    next_start_s, starts = _next_start_s(sighting), f"{sighting.started} of {sighting.asked.pace}"
     before = [f"{many(sighting.waiting, 'call')} in line before it."] if sighting.waiting else []
     return [
         f"its pace allows the next start in {span(next_start_s)} (starts: {starts}).",
@@ -318,57 +338,22 @@ def _verdict_of_pace(options: Options, sighting: Sighting) -> list[str]:
     ]
 
 
-def _verdict_of_one(
-    guard: Guard, sighting: Sighting, holder: Holder, in_line: list[str]
-) -> tuple[bool, list[str]]:
-    """Whether a call would run that finds this holder."""
-    options = guard.options
-    if sighting.is_stale and in_line:
-        return False, ["the holder's lease ended; the first in line takes its lock over.", *in_line]
-    if sighting.is_stale:
-        late = span(-(sighting.remaining_s or 0))
-        return True, [f"the holder's lease ended {late} ago; the call takes its lock over.", *_who(sighting)]
-    if options.dedupe == "until_done" and _is_run(sighting):
-        because = f"the same call runs already, as {holder.task_id}; a new one would not be published."
-        return False, [because, _duplicate(options, str(holder.task_id)), *_who(sighting)]
-    if not in_line and guard.settings.same_host and sighting.process == "dead":
-        because = "its holder is dead; a worker on this host takes the lock over at once."
-        return True, [because, *_who(sighting), "Workers on other hosts wait until its lease ends."]
-    return False, [
-        "its lock is held.",
-        *_who(sighting),
-        _on_conflict(options, sighting),
-    ]
+def _held(options: Options, sighting: Sighting) -> str:
+    """That others hold it; of several permits how many, and when the first ends."""
+    found = sighting.found
+    if options.limit == 1:
+        return "its lock is held."
+    deadline = found.deadline if found else None
+    left = None if deadline is None else deadline - sighting.server_time
+    ends = "none of them ends" if left is None else f"the first ends in {span(left)}"
+    return f"{len(sighting.holders)} of {options.limit} held; {ends}."
 
 
-def _is_run(sighting: Sighting) -> bool:
-    """True if a call runs under the lock, or has it for its retry."""
-    holder = sighting.holder
-    is_held = holder is not None and holder.state in ("running", "held_for_retry") and not sighting.is_stale
-    return bool(is_held and holder and holder.task_id)
-
-
-def _verdict_of_several(guard: Guard, sighting: Sighting, in_line: list[str]) -> tuple[bool, list[str]]:
-    """Whether a call would run that may have one of several permits, of which these are held."""
-    options, limit = guard.options, guard.options.limit
-    each = sorted(sighting.of_each(), key=_ends)
-    first, count = each[0], f"{len(each)} of {limit} held"
-    who = _who(sighting, limit)
-    if len(each) < limit:
-        return not in_line, [f"a permit is free ({count}).", *(in_line or who)]
-    if first.is_stale and in_line:
-        return False, ["a holder's lease ended; the first in line takes its permit over.", *in_line]
-    if first.is_stale:
-        late = span(-(first.remaining_s or 0))
-        return True, [f"a holder's lease ended {late} ago; the call takes its permit over.", *who]
-    if not in_line and guard.settings.same_host and first.process == "dead":
-        number = first.holder and first.holder.permit
-        because = f"the holder of permit {number} is dead; a worker on this host takes it over at once."
-        return True, [because, *who, "Workers on other hosts wait until its lease ends."]
-    ends = (
-        "none of them ends" if first.remaining_s is None else f"the first ends in {span(first.remaining_s)}"
-    )
-    return False, [f"{count}; {ends}.", *who, _on_conflict(options, sighting)]
+def _dead(options: Options, holder: Holder) -> str:
+    """That a holder is dead, and who may see that."""
+    if options.limit == 1:
+        return "its holder is dead; a worker on this host takes the lock over at once."
+    return f"the holder of permit {holder.permit} is dead; a worker on this host takes it over at once."
 
 
 def fate(holder: Holder | None) -> str:
@@ -497,10 +482,10 @@ def _ends(sighting: Sighting) -> float:
 def _deploy(sighting: Sighting, options: Options) -> Iterator[str]:
     """That others use the lock under another limit or rate, and what that comes to."""
     limit, terms, others = options.limit, options.terms, sighting.terms
-    beyond = len(sighting.holders) - len(sighting.under(terms).holders)
+    beyond = len(sighting.holders) - len(sighting.within.holders)
     if beyond:
         yield f"Held beyond the limit of {limit}: {many(beyond, 'permit')}. They keep no call out."
-    if not (sighting.holders or sighting.waiting or sighting.starts):
+    if not (sighting.holders or sighting.waiting or sighting.last_start):
         return
     if others.limit != limit:
         yield (

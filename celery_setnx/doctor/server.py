@@ -34,8 +34,9 @@ from celery_setnx.doctor.broker import courier_findings
 from celery_setnx.doctor.holes import open_holes
 from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
+from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, translated
-from celery_setnx.lock.survey import BATCH, BEAT, Sighting, survey
+from celery_setnx.lock.survey import BATCH, BEAT, survey
 from celery_setnx.options import Settings, settings_of
 from celery_setnx.wording import sentence
 
@@ -391,7 +392,7 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
         paced += seen.waiting if seen.is_paced else 0
         if seen.mark is not None:
             marks, lapses_s = marks + 1, max(lapses_s, seen.mark_ends_s or 0.0)
-        held += seen.count_held()
+        held += len(seen.living)
         for one in seen.of_each():
             holder = one.holder
             if holder is not None and holder.state == "foreign" and holder.deadline is None:

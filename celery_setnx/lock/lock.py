@@ -29,6 +29,7 @@ from celery_setnx.exceptions import (
     LockUnavailable,
     SetnxError,
 )
+from celery_setnx.lock.look import WAITERS, Sighting, look
 from celery_setnx.lock.names import (
     done_name,
     line_names,
@@ -48,8 +49,6 @@ from celery_setnx.lock.record import (
     Holder,
     Served,
     Terms,
-    Waiter,
-    current_holder,
     parse_holder,
     task_of,
 )
@@ -74,7 +73,7 @@ _TURN_S = 0.001  # in which another thread of the process gets the interpreter's
 _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in Lua
 _ACQUIRE = PermitScript("acquire", asks_pace=True)
 _SERVE = PermitScript("serve")
-_FREE, _LOOK = PermitScript("free"), PermitScript("look")
+_FREE = PermitScript("free")
 _RENEW, _RELEASE, _HOLD = Script("renew"), Script("release"), Script("hold")
 MOST_PERMITS, MOST_STARTS = 100, 1000
 LONGEST_PERIOD_S = 366 * DAY_S  # between two starts
@@ -112,24 +111,6 @@ class Outcome(NamedTuple):
     stale: bool = False
     ends_first: Holder | None = None
     paced: bool = False
-
-
-class Seen(NamedTuple):
-    """What was seen of a lock.
-
-    Attributes:
-        holder: Who holds it; of several who has for longest. None while a permit is free.
-        holders: Who holds its permits, in their order.
-        server_time: The server's clock (Unix seconds).
-        waiters: Who waits in line, the first hundred.
-        waiting: How many do.
-    """
-
-    holder: Holder | None
-    holders: list[Holder]
-    server_time: float
-    waiters: tuple[Waiter, ...]
-    waiting: int
 
 
 class HeldLock:
@@ -519,12 +500,11 @@ class SetnxLock:
             LockUnavailable: Redis did not answer; the lease ends the lock.
             LockRefused: Redis refuses the command.
         """
-        for permit, (_value, record) in enumerate(self._look(with_waiters=False)[2]):
-            if record is not None and record.startswith(f"{token}\n"):
-                had_it = record.split("\n")[3] in ("running", "failed")
-                word = self._release(token, permit)[0]
-                if word != "lost":
-                    return "freed" if had_it and word != "gone" else "ended"
+        for holder in self._records(token):
+            word = self._release(token, holder.permit)[0]
+            if word != "lost":
+                had_it = holder.state in ("running", "failed")
+                return "freed" if had_it and word != "gone" else "ended"
         return "lost"
 
     def free_held(self, task_id: str) -> bool:
@@ -553,7 +533,7 @@ class SetnxLock:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        return self.look().holder
+        return self.look().longest
 
     def holders(self) -> list[Holder]:
         """Who holds the lock's permits now, in their order.
@@ -562,7 +542,7 @@ class SetnxLock:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        return self.look().holders
+        return self.look().living
 
     def holder_and_waiters(self) -> Holder | None:
         """Who holds the lock now, as `holder()`, and who waits in line for it.
@@ -571,26 +551,22 @@ class SetnxLock:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        seen = self.look(with_waiters=True)
-        return seen.holder and replace(seen.holder, waiters=seen.waiters, waiting=seen.waiting)
+        seen = self.look(waiters=WAITERS)
+        return seen.longest and replace(seen.longest, waiters=seen.waiters, waiting=seen.waiting)
 
-    def look(self, *, with_waiters: bool = False) -> Seen:
-        """What there is of the lock now, and, if it is asked, of those who wait in line for it.
+    def look(self, *, waiters: int = 0) -> Sighting:
+        """What there is of the lock now, and of so many of those who wait in line for it. Defaults to 0.
 
         Raises:
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses a command.
         """
-        now, waiting, permits_found, line = self._look(with_waiters=with_waiters)
-        permits = [current_holder(now, value, record) for value, record in permits_found]
-        held = [replace(holder, permit=n) for n, holder in enumerate(permits) if holder is not None]
-        longest = min(held, key=lambda holder: holder.since or 0.0) if all(permits[: self.limit]) else None
-        server_time = int(now) / US
-        waiters = []
-        for place, (task_id, since_us) in enumerate(zip(line[::2], line[1::2]), 1):
-            since_s = float(since_us) / US
-            waiters.append(Waiter(task_id, place, since_s, max(0.0, server_time - since_s)))
-        return Seen(longest, held, server_time, tuple(waiters), int(waiting))
+        return look(self.client, self.name, terms=self.terms, waiters=waiters)
+
+    def _records(self, token: str) -> list[Holder]:
+        """What is known of a holder, be it that it has given its permit back."""
+        seen = self.look()
+        return [holder for holder in (*seen.holders, *seen.left) if holder.token == token]
 
     def __enter__(self) -> HeldLock:
         outcome = self.acquire(self.wait_s)
@@ -696,15 +672,6 @@ class SetnxLock:
             return (self.name, self.record)
         return (*permit_names(self.name, permit), permits_name(self.name))
 
-    def _look(self, *, with_waiters: bool) -> tuple[str, str, list[tuple[str | None, str | None]], list[str]]:
-        """Run lua/look.lua: now us, how many wait, value and record of each permit, the first who wait."""
-        keys: tuple[str, ...] = (self.name, self.record)
-        if with_waiters or self.line:
-            keys += (line_names(self.name)[0], permits_name(self.name))
-        now_us, waiting, count, *found = _LOOK.of(self.client, self.name, keys, self.terms)
-        end = 2 * int(count)
-        return now_us, waiting, list(zip(found[:end:2], found[1:end:2])), found[end:]
-
     def _word_of(
         self,
         ask: Callable[[], Sequence[Any]],
@@ -731,10 +698,8 @@ class SetnxLock:
         """Release whichever permit is the token's."""
         reply = self._release(token, 0)
         if reply[0] == "lost" and self.line:
-            _, _, found, _ = self._look(with_waiters=False)
-            for permit, (_value, record) in enumerate(found):
-                if permit and record is not None and record.startswith(f"{token}\n"):
-                    return self._release(token, permit)
+            for holder in self._records(token):
+                return self._release(token, holder.permit)
         return reply
 
     def _release(

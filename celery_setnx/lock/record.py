@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -12,8 +11,6 @@ from typing import Any, NamedTuple
 from celery_setnx import wording
 from celery_setnx.wording import printable, titled
 
-_NUMBER = re.compile(r"\d+\.?\d*", re.ASCII)
-_PERMITS = re.compile(r"([1-9]\d{0,2}) ([1-9]\d{0,2})(?::([1-9]\d{0,3})/([1-9]\d{0,15}))?", re.ASCII)
 US = 1_000_000
 
 ORIGINAL = "-"
@@ -132,6 +129,7 @@ class Holder:
         waiters: Who waits in line for the lock, the first hundred; known to those who ask for them.
         waiting: How many do.
         permit: Which of several permits it holds; the first is 0.
+        record: Its record in Redis.
     """
 
     token: str
@@ -144,6 +142,7 @@ class Holder:
     waiters: tuple[Waiter, ...] = ()
     waiting: int = 0
     permit: int = 0
+    record: str = field(default="", repr=False, compare=False)
 
     @property
     def task_id(self) -> str | None:
@@ -217,37 +216,39 @@ class Holder:
         return f"{who}{where}, {self.state} since {_clock(self.since)}"
 
 
-def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
-    """Who a lock's value and record speak of; a value that is not the record's own is a foreigner's."""
-    if value is None:
+def holder_of(value: str | None, record: str | None, permit: int = 0) -> Holder | None:
+    """Who has a permit, or had it if it has no value, as scripts tell of it; None if nobody."""
+    if record is None:
         return None
-    deadline = min(float(value), 1e11) if _NUMBER.fullmatch(value) else None
-    if record is not None and deadline is not None:
-        token, deadline_us, fence, state, since_us, info = record.split("\n", 5)
-        if value == str(-(-int(deadline_us) // US)) or now_us < int(deadline_us):
-            return Holder(
-                token=token,
-                deadline=int(deadline_us) / US,
-                fence=int(fence),
-                state=state,
-                since=int(since_us) / US,
-                info={"task_id": info} if state == "handed" else _info(info, token),
-                value=value,
-            )
-    return Holder("", deadline + 1 if deadline is not None else None, 0, "foreign", None, value=value)
+    token, deadline_us, fence, state, since_us, info = record.split("\n", 5)
+    return Holder(
+        token=token,
+        deadline=int(deadline_us) / US if deadline_us != "0" else None,
+        fence=int(fence),
+        state=state,
+        since=int(since_us) / US if state != "foreign" else None,
+        info={"task_id": info} if state == "handed" else _info(info, token),
+        value=value or "",
+        permit=permit,
+        record=record,
+    )
 
 
-def parse_permits(text: str | None) -> tuple[int, Terms]:
-    """How many permits of a lock are in use, and the terms for newcomers. Defaults to one."""
-    found = _PERMITS.fullmatch(text or "")
-    if found is None:
-        return 1, PLAIN
-    return int(found[1]), Terms(int(found[2]), int(found[3] or 0), int(found[4] or 0) / US)
+def parse_terms(text: str) -> Terms:
+    """Terms as scripts have them (lua/permits.lua)."""
+    limit, _, rate = text.partition(":")
+    starts, _, period_us = rate.partition("/")
+    return Terms(int(limit), int(starts or 0), int(period_us or 0) / US)
+
+
+def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
+    """To be merged."""
+    return holder_of(value, record) if value is not None else None
 
 
 def current_holder(now_us: str, value: str | None, record: str | None) -> Holder | None:
     """Who holds a lock at a time; None if it is free, or its deadline has passed."""
-    found = parse_holder(record, value, int(now_us))
+    found = holder_of(value, record)
     expired = found is not None and found.deadline is not None and found.deadline <= int(now_us) / US
     return None if expired else found
 

@@ -178,7 +178,7 @@ class Asking:
             holder, now = None, held.server_time()
         else:
             seen = self.lock.look()
-            holder, now = seen.holder, seen.server_time
+            holder, now = seen.longest, seen.server_time
         self.call, end = holders_end(self.task, self.call, self.options, holder, now)
         return end
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx.lock import line, lock, marks
+from celery_setnx.lock import line, lock, look, marks
 from celery_setnx.lock.scripts import PermitScript
 
 CLOCK_KEY = "test:clock"
@@ -19,7 +19,7 @@ SCRIPTS = {
     "release": (lock, "_RELEASE"),
     "hold": (lock, "_HOLD"),
     "free": (lock, "_FREE"),
-    "look": (lock, "_LOOK"),
+    "look": (look, "_LOOK"),
     "mark": (marks, "_MARK"),
     "extend": (marks, "_EXTEND"),
     "unmark": (marks, "_UNMARK"),

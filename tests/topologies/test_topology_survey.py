@@ -6,9 +6,10 @@ from typing import Any
 from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.look import look
 from celery_setnx.lock.marks import Mark, forget_each, mark_all
 from celery_setnx.lock.names import key_name
-from celery_setnx.lock.survey import drop, look, success_of, successes, survey, waiters
+from celery_setnx.lock.survey import drop, successes, survey
 
 LOCKS = 300
 
@@ -32,7 +33,7 @@ def test_survey_asks_every_primary(client, cluster):
     assert {key for key in keys if seen[key].mark == "queued"} == set(keys[:30])
     assert {key for key in keys if seen[key].waiting == 1} == set(keys[20:40])
     assert not any(sighting.is_stale for sighting in seen.values())
-    assert [waiter.task_id for waiter in waiters(client, keys[20], time.time())] == ["waits"]
+    assert [waiter.task_id for waiter in look(client, keys[20], waiters=9).waiters] == ["waits"]
 
 
 def test_survey_follows_a_slot_that_has_moved(client, cluster):
@@ -77,10 +78,10 @@ def test_successes_on_a_cluster(client, cluster):
         assert held is not None
         held.release(done_for=60)
     found = list(successes(client, "t"))
-    assert [(success.key, success.task_id) for success in found] == [
+    assert [(success.key, success.done_by) for success in found] == [
         (key, f"of-{key}") for key in sorted(keys)
     ]
-    assert all(0 < success.counts_for_s <= 60 for success in found)
+    assert all(0 < success.done_counts_for_s <= 60 for success in found)
     forgotten = [(keys[0], f"of-{keys[0]}|0|ab"), (keys[1], "another|0|ab")]
     assert forget_each(client, forgotten) == [True, False]
-    assert [success_of(client, key) is None for key in keys[:2]] == [True, False]
+    assert [look(client, key).done is None for key in keys[:2]] == [True, False]

@@ -23,6 +23,7 @@ from celery_setnx.byhand import Sighting
 from celery_setnx.django.locks.models import Lock
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.record import Holder
+from celery_setnx.wording import printable
 
 MOST = 500
 """How many locks the page shows at most."""
@@ -149,7 +150,8 @@ def state_of(seen: Sighting) -> str:
 
 def id_of(holder: Holder) -> str:
     """What tells a holder from the next: permit, fence and state; of a foreign one, its value."""
-    return str(quote(f"{holder.permit}-{holder.fence}-{holder.state}-{'' if holder.fence else holder.value}"))
+    value = "" if holder.fence else printable(holder.value)
+    return str(quote(f"{holder.permit}-{holder.fence}-{holder.state}-{value}"))
 
 
 def span(seconds: float | None) -> str:

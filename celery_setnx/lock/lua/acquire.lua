@@ -50,13 +50,13 @@ if foreign_record(p) then return foreign_record(p) end
 local ms = p.kind == 'held' and 0 or math.ceil(lease / 1000) + retention -- that of a held one lasts
 if STARTS then note_permits(PERMITS, known, math.max(seen.top, p.number + 1), terms, ms) end
 local line = LINE and (waiters > 0 or ticket.is_there or p.heir or linger > 0) and line_of(LINE, CALLS)
-local value, record = p.value or false, p.record
+local value, record = p.value or false, record_of(p)
 local function answer(till, fence)
   local reply = {word, till, tonumber(fence or p.fence or 0), now, value, record, mark, int(waiters)}
   if #all == 1 then return reply end
   local longest = seen.longest or {number = 0}
   reply[9], reply[10] = p.number, seen.spare - (p.till == 0 and is_within(p, limit) and 1 or 0)
-  reply[11], reply[12], reply[13] = longest.value or false, longest.record or false, longest.number
+  reply[11], reply[12], reply[13] = longest.value or false, record_of(longest), longest.number
   return reply
 end
 if word == 'held' then

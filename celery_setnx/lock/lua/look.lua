@@ -1,22 +1,42 @@
--- Look at a lock, and at the first of those who wait for it, without touching it.
+-- Look at a lock, and at all that stands beside it, without touching it; and say what a call would be told.
 --
--- KEYS  1 lock, 2 record; of a task 3 line, 4 permits, 5... the other permits' locks and records
--- ARGV  none
--- Returns {now us, waiters, permits, lock value and record of each permit..., task id and since us of the first hundred
---       waiters...}
---       more
+-- KEYS  1 lock, 2 record, 3 line, 4 permits, 5 mark, 6 done, 7 starts, 8... the other permits' locks and records
+-- ARGV  1 terms of the call (as acquire.lua; '0' = those of who has asked last)
+--       2 dedupe (as mark.lua; '' = it is not asked for), 3 dead token (as acquire.lua)
+--       4 most: about how many of those who wait the reply tells
+-- Returns {now us, word, number of a permit, next us, duplicate, task id, terms, starts, last us, waiting, mark, ms,
+--       done, ms, how many permits, permits, waiters}
+--       word: what acquire.lua would say, and of which permit: acquired | taken_over | held | paced | line | more
+--       next: when the next call may start; 0 = its pace allows it now
+--       duplicate: what mark.lua would say, and of which call: queued | running | done; false = marked
+--       terms: those of who has asked last. starts: how many count; without a rate, are noted; and the last one
+--       mark, and done: what they hold, and for how long
+--       permits: {number, lock value, record} of each that is held; and each record that no value belongs to
+--       waiters: task id and since us of each, the first ones
 
--- use: lock permits line
-local LINE, PERMITS = KEYS[3], KEYS[4]
-local known = PERMITS and redis.call('GET', PERMITS)
-if more(known, 5) then return more(known, 5) end
-local all = permits(5)
-local found = {now_text(), int(LINE and count_waiting(LINE) or 0), int(#all)}
+-- use: lock grant permits line pace claim duplicate
+local LINE, PERMITS, MARK, DONE, STARTS = unpack(KEYS, 3, 7)
+local terms, dedupe, dead, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local mark, done, known = unpack(redis.call('MGET', MARK, DONE, PERMITS))
+if more(known, 8) then return more(known, 8) end
+if terms == '0' then terms = terms_in(known) end
+local all, told, waiting, waiters = permits(8), {}, count_waiting(LINE), {}
 for _, p in ipairs(all) do
   see_other_type(p)
-  found[#found + 1] = p.value or false
-  found[#found + 1] = p.record
+  if p.value then told[#told + 1] = {p.number, p.value, record_of(p)} end
+  if p.token and not p.is_ours then told[#told + 1] = {p.number, false, p.record} end
 end
-local first = LINE and redis.call('ZRANGEBYSCORE', LINE, '-inf', WAITING, 'WITHSCORES', 'LIMIT', 0, 100) or {}
-for _, item in ipairs(first) do found[#found + 1] = item end
-return found
+local call, newest = caller('', false, waiting > 0), redis.pcall('ZREVRANGE', STARTS, 0, 0, 'WITHSCORES')
+local pace = not newest.err and pace_of(STARTS, terms)
+local p, word, start, seen = claim(call, all, limit_of(terms), pace, dead)
+local starts = pace and pace.count() + seen.handed or newest[2] and redis.call('ZCOUNT', STARTS, '-inf', '+inf') or 0
+local duplicate, of
+if dedupe ~= '' then duplicate, of = duplicate_of(false, dedupe, mark, all[1], done) end
+if most > 0 and waiting > 0 then
+  waiters = redis.call('ZRANGEBYSCORE', LINE, '-inf', WAITING, 'WITHSCORES', 'LIMIT', 0, most)
+end
+return {
+  now, word, p.number, start or pace and pace.till(seen.handed, 0) or 0, duplicate or false, of or false,
+  terms_in(known), starts, tonumber(newest[2] or 0), waiting, mark, mark and redis.call('PTTL', MARK) or 0, done,
+  done and redis.call('PTTL', DONE) or 0, #all, told, waiters,
+}

@@ -12,17 +12,23 @@ local function pace_of(starts, terms)
   local pace, ms = {}, math.ceil(period / 1000)
 
   -- When one more may start at the earliest, or so much `ahead` of that; 0 if it may now. Who is `handed` a permit is
-  -- about to start. Nothing is written for who may: else a full server would let calls start.
+  -- about to start.
   function pace.till(handed, ahead)
     local left = count - handed
     local newest = {now, '-inf', 'WITHSCORES', 'LIMIT', math.max(left, 1) - 1, 1}
     local _, at = unpack(redis.call('ZREVRANGEBYSCORE', starts, unpack(newest)))
     local till = at and tonumber(at) + period - ahead or 0
     if left < 1 then till = math.max(till, now + math.min(period, 1000000)) end -- or later, if they come
-    if till <= now then return 0 end
-    if redis.call('PTTL', starts) < ms then redis.call('PEXPIRE', starts, 2 * ms) end -- as who asks needs them
-    return till
+    return now < till and till or 0
   end
+
+  -- Have the starts last, as who is told to wait needs them.
+  function pace.keep()
+    if redis.call('PTTL', starts) < ms then redis.call('PEXPIRE', starts, 2 * ms) end
+  end
+
+  -- How many starts count now.
+  function pace.count() return redis.call('ZCOUNT', starts, '(' .. int(now - period), now) end
 
   -- When to look again: ahead of when the first of the starts that count now counts no more. 0 if there is none.
   function pace.next_room()
@@ -51,6 +57,7 @@ local function pace_of(starts, terms)
   -- Put a call off until its start: who was handed the permit, and has not come just ahead, stands where it stood; what
   -- is held for its retry is held for longer, as a broker may bring it often before. Returns value and record.
   function pace.put_off(p, start, line, retention)
+    pace.keep() -- nothing is written before, for who may start: else a full server would let calls start
     if p.kind == 'for me' and start - AHEAD > now then
       store(p, 'released', 0, 60000)
       line.put_back(p.heir, 'unsent')
@@ -58,7 +65,8 @@ local function pace_of(starts, terms)
       local till = math.min(p.deadline + start - now, start + HOUR)
       return store(p, p.state, math.max(p.deadline, till), retention)
     end
-    return (p.kind == 'mine' or p.kind == 'was mine') and p.value, p.record
+    local is_its = p.kind == 'mine' or p.kind == 'was mine'
+    return is_its and p.value, is_its and record_of(p)
   end
 
   return pace

@@ -24,7 +24,7 @@ local p = seen['for it'] or seen.free or seen.held
 note_permits(PERMITS, known, seen.top, terms, remember)
 local function answer(word)
   local rank = redis.call('ZRANK', LINE, task)
-  return {word, now_text(), p.value or false, p.record, int(rank and rank + 1 or 0)}
+  return {word, now_text(), p.value or false, record_of(p), int(rank and rank + 1 or 0)}
 end
 
 local ticket = read_ticket(redis.call('GET', TICKET), attempt, copy)

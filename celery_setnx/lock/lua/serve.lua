@@ -26,9 +26,10 @@ local seen = by_kind(permits(7), limit, function(p)
 end)
 local p = seen.asked or seen.lapsed or seen.free or seen.dead or seen.held
 if foreign_record(p) then return foreign_record(p) end
-local value, record, died = p.value or false, p.record, not was_left(p)
+local value, record, died = p.value or false, record_of(p), not was_left(p)
 local spare = seen.spare - (p.till == 0 and is_within(p, limit) and 1 or 0)
 local start = pace and pace.till(seen.handed - (p.kind == 'asked' and 1 or 0), AHEAD) or 0
+if start > 0 then pace.keep() end
 
 -- Those whose time away is over have their places again.
 local back = {LINE, int(AWAY), int(AWAY + now), 'LIMIT', 0, 100}

@@ -1,0 +1,313 @@
+"""What there is of a lock, and what a call would be told: lua/look.lua, asked of one lock or of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from celery_setnx.exceptions import LockRefused, LockUnavailable
+from celery_setnx.lock.names import (
+    done_name,
+    line_names,
+    mark_name,
+    other_permits,
+    permits_name,
+    record_name,
+    scope_and_digest,
+    starts_name,
+)
+from celery_setnx.lock.process import fate_of
+from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, holder_of, parse_terms, task_of
+from celery_setnx.lock.scripts import Script
+
+WAITERS = 100
+"""Of how many of those who wait a look tells at most."""
+
+_LOOK = Script("look")
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What was seen of one lock, at one moment.
+
+    Attributes:
+        key: The lock's Redis key.
+        server_time: The server's clock (Unix seconds).
+        word: What a call would be told: `acquired`, `taken_over` (a holder that has died), `held`, `paced`
+            (its pace allows no start) or `line` (it is free for those who wait).
+        permit: Number of the permit that it would be told of.
+        next_start: When the next call may start (server time); None if its pace allows it now.
+        started: How many starts count now, those among them that are about to come: a permit is handed to
+            them. Without a pace: how many are noted.
+        last_start: When a call has started last (server time); None if that is not known.
+        duplicate: Why a call would not be published, if it was asked: `queued`, `running` or `done`.
+        original: Id of the task whose duplicate it would be.
+        terms: On which terms newcomers have it; one at a time, as often as you like, if no client that knows
+            of others has used it lately.
+        asked: The terms that a call has by which `word`, `next_start` and `started` are said.
+        waiting: How many tasks wait in line.
+        mark: Id of the task that is queued with this key; None if none is.
+        mark_ends_s: Seconds until the mark lapses; None if there is none.
+        done: Token of the run that has succeeded and counts for its `dedupe_for`; None if none does.
+        done_counts_for_s: Seconds for which it counts still; None if there is none.
+        permits: How many permits it has, or had before its limit was lowered.
+        holders: Who has its permits, or had them until their deadlines, by number.
+        left: Who had the other permits: known for a minute after a release, and if somebody has deleted the
+            lock itself, for as long as its record lasts.
+        waiters: Who waits in line, the first hundred, if it was asked.
+    """
+
+    key: str
+    server_time: float = 0.0
+    word: str = "acquired"
+    permit: int = 0
+    next_start: float | None = None
+    started: int = 0
+    last_start: float | None = None
+    duplicate: str | None = None
+    original: str | None = None
+    terms: Terms = PLAIN
+    asked: Terms = PLAIN
+    waiting: int = 0
+    mark: str | None = None
+    mark_ends_s: float | None = None
+    done: str | None = None
+    done_counts_for_s: float | None = None
+    permits: int = 1
+    holders: tuple[Holder, ...] = ()
+    left: tuple[Holder, ...] = ()
+    waiters: tuple[Waiter, ...] = ()
+
+    @property
+    def scope(self) -> str:
+        """The name the key lives under: the task's, unless tasks share one."""
+        return scope_and_digest(self.key)[0]
+
+    @property
+    def digest(self) -> str:
+        """The digest of the call's key; empty for the lock of a whole task."""
+        return scope_and_digest(self.key)[1]
+
+    @property
+    def limit(self) -> int:
+        """How many permits there are for newcomers."""
+        return self.terms.limit
+
+    @cached_property
+    def holder(self) -> Holder | None:
+        """Who has the lock, or had it until its deadline: see `is_stale`. None if it is free.
+
+        Of several who needs a look first: one that will not come back, one whose lock never ends, or else the
+        one that has held for longest.
+        """
+
+        def order(holder: Holder) -> tuple[int, float]:
+            died = holder.state == "running" and fate_of(holder.info) == "dead"
+            if self.has_ended(holder):
+                return 0, holder.since or 0.0
+            return 1 if died else 2 if holder.deadline is None else 3, holder.since or 0.0
+
+        return min(self.holders, key=order, default=None)
+
+    @property
+    def last_holder(self) -> Holder | None:
+        """Who had a lock that is free now, if that is known. Of several who acquired it last."""
+        if self.holders:
+            return None
+        return max(self.left, key=lambda holder: holder.since or 0.0, default=None)
+
+    @property
+    def found(self) -> Holder | None:
+        """Who has the permit that a call would be told of, or had it until its deadline."""
+        return next((holder for holder in self.holders if holder.permit == self.permit), None)
+
+    @property
+    def has_several(self) -> bool:
+        """True if it has more than one permit, or had until its limit was lowered."""
+        return self.limit > 1 or self.permits > 1
+
+    @property
+    def name(self) -> str:
+        """What its holder has: the lock by its key, or one of several permits, as `KEY#3`."""
+        return f"{self.key}#{self.holder.permit}" if self.holder and self.has_several else self.key
+
+    @property
+    def task(self) -> str:
+        """The task that the record names; the scope, where none does."""
+        return str((self.holder and self.holder.task) or self.scope)
+
+    @property
+    def about(self) -> str:
+        """What the key was made of, as the record says it; empty where none does."""
+        said = (holder.about for holder in (self.holder, *self.holders) if holder)
+        return next(filter(None, said), "")
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the holder's deadline, negative once it has passed; None if there is none."""
+        deadline = self.holder.deadline if self.holder else None
+        return None if deadline is None else deadline - self.server_time
+
+    @property
+    def age_s(self) -> float | None:
+        """Seconds since the holder acquired the lock; None if that is not known."""
+        since = self.holder.since if self.holder else None
+        return None if since is None else max(0.0, self.server_time - since)
+
+    def has_ended(self, holder: Holder) -> bool:
+        """Whether a holder's deadline has passed."""
+        return holder.deadline is not None and holder.deadline <= self.server_time
+
+    @property
+    def is_stale(self) -> bool:
+        """True if a deadline has passed and the lock is still there: the next call takes it over."""
+        return self.holder is not None and self.has_ended(self.holder)
+
+    @cached_property
+    def process(self) -> Literal["alive", "dead", "unknown"] | None:
+        """What is known from here of the process that runs under the lock; None if nobody does."""
+        return fate_of(self.holder.info) if self.holder and self.holder.state == "running" else None
+
+    @property
+    def is_abandoned(self) -> bool:
+        """True if a holder will not come back: it is stale, or who runs under it is surely dead."""
+        return self.is_stale or self.process == "dead"
+
+    @property
+    def living(self) -> list[Holder]:
+        """Who holds its permits and keeps others out, by number: those whose deadlines have not passed."""
+        return [holder for holder in self.holders if not self.has_ended(holder)]
+
+    @property
+    def longest(self) -> Holder | None:
+        """Who has held it for longest of those who keep out who asks; None while a permit is free."""
+        living = self.living
+        if sum(holder.permit < self.asked.limit for holder in living) < self.asked.limit:
+            return None
+        return min(living, key=lambda holder: holder.since or 0.0)
+
+    @property
+    def within(self) -> Sighting:
+        """The same lock without the permits beyond the limit of who asks."""
+        return replace(self, holders=tuple(one for one in self.holders if one.permit < self.asked.limit))
+
+    def of_each(self) -> Iterator[Sighting]:
+        """The same lock as each of its holders has it."""
+        for holder in self.holders:
+            yield replace(self, holders=(holder,))
+
+    @property
+    def is_lock(self) -> bool:
+        """True if somebody has it or waits for it, or its pace allows no start; else it is at most marked."""
+        return bool(self.holders) or self.waiting > 0 or self.is_paced
+
+    @property
+    def is_paced(self) -> bool:
+        """True if a permit is free, and no call may start."""
+        return self.word == "paced"
+
+    @property
+    def done_by(self) -> str | None:
+        """Id of the task that has succeeded and counts; None if none has."""
+        return self.done and (task_of(self.done) or self.done)
+
+
+def look(
+    client: Any,
+    key: str,
+    *,
+    terms: Terms | None = None,
+    dedupe: str = "",
+    dead: str = "",
+    waiters: int = 0,
+) -> Sighting:
+    """What there is of one lock now; a free one has no holder.
+
+    Args:
+        client: A Redis client.
+        key: The lock's Redis key.
+        terms: Those of the call that would be told `word`. Defaults to those of who has asked last.
+        dedupe: What makes duplicates of it at publish time: `until_started`, `until_done` or `dedupe_for`.
+            Defaults to nothing: `duplicate` is not asked for.
+        dead: The token of a holder whose process is proved dead. Defaults to none.
+        waiters: Of how many of those who wait it tells. Defaults to 0.
+
+    Raises:
+        LockUnavailable: Redis did not answer.
+        LockRefused: Redis refuses a command.
+        ValueError: There can be no lock of this name.
+    """
+    count = terms.limit if terms else 1
+    (seen,) = look_at_each(client, [(key, count)], terms, dedupe, dead, waiters)
+    if not isinstance(seen, Sighting):
+        raise seen
+    return seen
+
+
+def look_at_each(
+    client: Any,
+    locks: Sequence[tuple[str, int]],
+    terms: Terms | None = None,
+    dedupe: str = "",
+    dead: str = "",
+    waiters: int = 0,
+) -> list[Sighting | LockUnavailable | LockRefused]:
+    """As `look`, of many locks in one round trip: by key, and how many permits they have at least.
+
+    One round trip more, if some have more than is said. In the place of a lock that cannot be read, why.
+    """
+    argv = (terms or 0, dedupe, dead, waiters)
+    found: dict[str, Any] = {}
+    counts = dict(locks)
+    while counts:
+        replies = _LOOK.many(client, [(_keys(key, count), argv) for key, count in counts.items()])
+        found.update(zip(counts, replies))
+        asked = zip(counts, replies)
+        counts = {
+            key: int(reply[1]) for key, reply in asked if isinstance(reply, list) and reply[0] == "more"
+        }
+    return [_sighting(key, found[key], terms) for key, _ in locks]
+
+
+def _keys(key: str, count: int) -> tuple[str, ...]:
+    return (
+        *(key, record_name(key), line_names(key)[0], permits_name(key), mark_name(key), done_name(key)),
+        *(starts_name(key), *other_permits(key, count)),
+    )
+
+
+def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnavailable | LockRefused:
+    if not isinstance(reply, list):
+        return reply  # type: ignore[no-any-return]
+    now_us, word, permit, next_us, duplicate, original, noted, started, last_us, waiting, *rest = reply
+    mark, mark_ms, done, done_ms, count, permits, line = rest
+    told = [(value, holder_of(value, record, number)) for number, value, record in permits]
+    now = now_us / US
+    terms = parse_terms(noted)
+    return Sighting(
+        key=key,
+        server_time=now,
+        word=word,
+        permit=permit,
+        next_start=next_us / US if next_us else None,
+        started=started,
+        last_start=last_us / US if last_us else None,
+        duplicate=duplicate,
+        original=original,
+        terms=terms,
+        asked=asked or terms,
+        waiting=waiting,
+        mark=mark,
+        mark_ends_s=max(0, mark_ms) / 1000 if mark is not None else None,
+        done=done,
+        done_counts_for_s=max(0, done_ms) / 1000 if done is not None else None,
+        permits=count,
+        holders=tuple(holder for value, holder in told if holder and value is not None),
+        left=tuple(holder for value, holder in told if holder and value is None),
+        waiters=tuple(
+            Waiter(task_id, place, float(since_us) / US, max(0.0, now - float(since_us) / US))
+            for place, (task_id, since_us) in enumerate(zip(line[::2], line[1::2]), 1)
+        ),
+    )
