@@ -302,9 +302,12 @@ class Asked(NamedTuple):
         """How the real server's replies differ."""
         (began, *_), (ended, seen) = found, found[-1]
         expected, server = self.played()
-        reply = found[-3]
+        reply, elapsed = found[-3], elapsed_ms(began, ended)
+        for place in (11, 13) if self.verb == "look" and len(expected) > 2 else ():  # TTLs go on meanwhile
+            if 0 <= expected[place] - reply[place] <= elapsed:
+                reply[place] = expected[place]
         wrong = [] if is_same(reply, expected) else [f"it answers {reply!r}, not {expected!r}"]
-        return [*wrong, *key_differences(server, seen, elapsed_ms(began, ended))]
+        return [*wrong, *key_differences(server, seen, elapsed)]
 
     @property
     def word(self) -> str:
@@ -312,8 +315,8 @@ class Asked(NamedTuple):
         reply, _ = self.played()
         if isinstance(reply, ServerError):
             return str(reply)
-        word = (reply.split()[0] if isinstance(reply, bytes) else reply[0]).decode()
-        return word if not word.isdigit() else "the time"
+        word = reply.split()[0] if isinstance(reply, bytes) else reply[0]
+        return "the time" if isinstance(word, int) else word.decode()
 
 
 def is_of_the_clock(name: bytes) -> bool:

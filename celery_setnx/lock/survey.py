@@ -36,12 +36,7 @@ def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting
 
     The names are collected first, so one that comes meanwhile may be missing, and one that goes is left out.
     What a release leaves behind for a minute is no lock. Locks that the user has named (`SetnxLock`) are
-    elsewhere.
-
-    Raises:
-        LockUnavailable: Redis did not answer.
-        LockRefused: Redis refuses a command.
-        redis.RedisError: So did it to SCAN.
+    elsewhere. Raises redis-py's errors of SCAN, and ours of the looks.
     """
     counts: dict[str, int] = {}
     for name in client.scan_iter(match=f"{_escaped(prefix)}:{{*", count=BATCH):

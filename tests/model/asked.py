@@ -15,6 +15,7 @@ from tests.model.explorer import explore
 from tests.model.layout import CALLS, DONE, LINE, LOCK, MARK, PERMITS, RECORD, STARTS, others, ticket_name
 from tests.model.line import AWAY, Waiter
 from tests.model.lock import TEXTS, Call
+from tests.model.looks import KEYS as LOOK
 from tests.model.permits import AHEAD, at, pace_of, terms_in
 from tests.model.scenarios import SCENARIOS
 from tests.model.store import (
@@ -38,7 +39,7 @@ from tests.model.store import (
 
 STATES = bound(400, full=1_500)  # of each scenario, whose calls are looked at
 PLACE_OF_A_TIME = {"acquire": 8, "release": 1, "park": 3}
-PLACE_OF_TERMS = {"acquire": 10, "park": 6, "serve": 7}
+PLACE_OF_TERMS = {"acquire": 10, "look": 0, "park": 6, "serve": 7}
 HOUR = 3_600 * SECOND
 TASKS = ("a", "b", "c", "b|b")
 TOKENS = ("a|0|0", "a|1|1", "b|0|1", "b|b|0|4", "|0|5", "one")
@@ -62,11 +63,10 @@ def explored_calls() -> dict[str, list[Call]]:
             explore(world, (), STATES)
         for call in world.lock.calls:
             found[call.verb][call] = None
-    for verb, more in (("acquire", others(1)), ("acquire#", others(3))):
-        look = verb.replace("acquire", "look")  # for those who ask by hand
+    for verb, more in (("acquire", others(1)), ("acquire#", others(3))):  # for those who ask by hand
         for call in found[verb]:
-            keys = LOCK, RECORD, LINE, PERMITS, *more
-            found[look][call._replace(verb=look, keys=keys, told=())] = None
+            told = call.told[10], "", call.told[4], "9"
+            found["look"][call._replace(verb="look", keys=(*LOOK, *more), told=told)] = None
     return {verb: random.Random(1).sample(list(calls), len(calls)) for verb, calls in found.items()}
 
 
@@ -294,11 +294,6 @@ def _ticket(call: Call, draw: random.Random) -> Call:
     return call._replace(store=call.store._replace(tickets=order))
 
 
-def _plain(call: Call, draw: random.Random) -> Call:
-    """Who has no task has one permit, and knows of no line."""
-    return call._replace(keys=(LOCK, RECORD)) if call.verb == "look" and draw.random() < 0.3 else call
-
-
 def _terms(call: Call, draw: random.Random) -> Call:
     """Other terms are told, or known; other permits are in use; calls have started about a period ago."""
     pick, now, count = draw.choice, call.now, _count(call)
@@ -367,6 +362,9 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
         "free": {1: remember},
         "mark": {1: (1, 90_000), 2: ("until_started", "until_done", "dedupe_for")},
         "extend": {1: (1, 90_000)},
+        "look": {
+            1: ("", "until_started", "until_done", "dedupe_for"), 2: ("", *tokens, *TOKENS[:2]), 3: (0, 1, 9)
+        },
         "forget": {0: own},
         "serve": {4: ("", *tokens, *TOKENS[:2]), 5: ("", *heirs, *TASKS), 6: ("", "", "unsent")},
         "park": {1: (0, 1, 2), 2: (*[""] * 4, *copies), 7: (0, 1)},
@@ -381,7 +379,7 @@ CHANGES: dict[str, tuple[Callable[[Call, random.Random], Call], ...]] = {
     "hold": (_told, _permits, _terms),
     "release": (_told, _permits, _line, _marks),
     "free": (_told, _permits, _terms),
-    "look": (_plain, _permits, _line, _terms),
+    "look": (_told, _permits, _line, _marks, _terms),
     "mark": (_told, _permits, _line, _marks),
     "extend": (_told, _marks),
     "unmark": (_marks,),

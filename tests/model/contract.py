@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tests.model import edits, grants, holders, turns
+from tests.model import edits, grants, holders, looks, turns
 from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, pair, read_back
-from tests.model.line import AWAY, waiting
+from tests.model.line import waiting
 from tests.model.lock import Call
-from tests.model.permits import at, highest_in, permit_in
+from tests.model.permits import at, permit_in, said_of
 from tests.model.rules import is_stale, rule_of, word_of
 from tests.model.store import MS, NOT_A_STRING, NUMBER, Record, Store, seconds, task_of, up
 from tests.simulation.scripts import Script
@@ -26,7 +26,7 @@ KNOWN_WORDS = {
     "leave": "left handed stale more",
     "serve": "handed taken_over held empty more FOREIGNRECORD",
     "free": "released repaired gone lost more",
-    "look": "more",  # or the time
+    "look": "more",  # or the time, and then what a call would be told
     "mark": "marked queued stalled running done WRONGTYPE",
     "extend": "extended lost WRONGTYPE",
     "unmark": "freed lost WRONGTYPE",
@@ -188,10 +188,6 @@ def tells_what_it_found(script: Script, call: Call, found: Played) -> bool:
     return check is None or check(call, found.word, found.words, found.after)
 
 
-def _record(store: Store) -> str | None:
-    return None if store.record in (None, NOT_A_STRING) else str(store.record)
-
-
 def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> bool:
     has_line = len(call.keys) > 2
     if len(reply) < 5:
@@ -210,7 +206,7 @@ def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> boo
         return True
     if word == "paced":
         return (
-            reply[5] in (_record(old), _record(new))
+            reply[5] in (None, said_of(old, call.now), said_of(new, call.now))
             and int(reply[2]) == old.holder.fence
             and int(reply[1]) > call.now
         )
@@ -224,7 +220,7 @@ def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> boo
         return False
     is_foreign = word == "held" and (not NUMBER.fullmatch(old.value or "") or call.now >= until)
     told = (reply[4], reply[5], int(reply[2]))
-    return told == (old.value, _record(old), fence) and (is_foreign or int(reply[1]) == until)
+    return told == (old.value, said_of(old, call.now), fence) and (is_foreign or int(reply[1]) == until)
 
 
 def _tells_release(call: Call, word: str, reply: list[Any], after: Store) -> bool:
@@ -269,21 +265,8 @@ def _tells_mark(call: Call, word: str, reply: list[Any], after: Store) -> bool:
     return int(reply[2]) == call.now and reply[1] == whose.get(word, reply[1])
 
 
-def _tells_look(call: Call, word: str, reply: list[Any], after: Store) -> bool:
-    count = int(reply[2])
-    if PERMITS in call.keys and highest_in(call.store)[0] > count:
-        return False
-    permits = [at(call.store, number) for number in range(count)]
-    pairs = [text for store in permits for text in (store.value, _record(store))]
-    places = call.store.line.places if LINE in call.keys else ()
-    waits = [(task, str(since)) for since, task in places if since < AWAY]
-    first = [text for place in waits[:100] for text in place]
-    return reply == [str(call.now), str(len(waits)), str(count), *pairs, *first]
-
-
 _TELLS: dict[str, Callable[[Call, str, list[Any], Store], bool]] = {
     "acquire": _tells_acquire,
-    "look": _tells_look,
     "release": _tells_release,
     "free": _tells_free,
     "hold": _tells_release,
@@ -424,6 +407,7 @@ CLAUSES: tuple[Clause, ...] = (
     is_the_same_again,
     *grants.CLAUSES,
     *holders.CLAUSES,
+    *looks.CLAUSES,
     *turns.CLAUSES,
 )
 

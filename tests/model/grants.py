@@ -29,6 +29,7 @@ from tests.model.permits import (
     limit_of,
     pace_of,
     permit_in,
+    said_of,
     speaks_of_its_value,
 )
 from tests.model.rules import rule_of
@@ -157,7 +158,7 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     spare = sum(n < limit_of(call.told[10]) and n != choice.number for n in free)
     if longest is None:
         return (int(reply[9]), reply[10:]) == (spare, [None, None, "0"])
-    told = [permits[longest].value, str(permits[longest].record), str(longest)]
+    told = [permits[longest].value, said_of(permits[longest], call.now), str(longest)]
     return (int(reply[9]), reply[10:]) == (spare, told)
 
 
@@ -198,9 +199,8 @@ def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
     old, new = at(call.store, choice.number), at(found.after, choice.number)
     is_own = choice.rank in (OWN, LAPSED)
     is_held = is_own and choice.rank == OWN and old.holder.state == "held_for_retry"
-    record = new.record if is_held else old.record
-    told = (till, new.value if is_own else None, None if record is None else str(record))
-    return told == (int(reply[1]), reply[4], reply[5])
+    record = said_of(new if is_held else old, call.now) if is_own else None
+    return (till, new.value if is_own else None, record) == (int(reply[1]), reply[4], reply[5])
 
 
 def nobody_passes_the_line(script: Script, call: Call, found: Played) -> bool:

@@ -17,7 +17,7 @@ from tests.model.edits import (
 )
 from tests.model.line import Next, next_of, waiting
 from tests.model.lock import Call
-from tests.model.permits import at, ends
+from tests.model.permits import at, ends, said_of
 from tests.model.store import MS, Mark, Store, task_of, up
 from tests.simulation.scripts import Script
 
@@ -165,7 +165,8 @@ def tells_whose_it_is(script: Script, call: Call, found: Played) -> bool:
         return True
     reply, holder = found.words, call.store.holder
     if found.word == "running":
-        return reply[1:] == [task_of(holder.token)[0], str(call.now), call.store.value, str(holder)]
+        told = call.store.value, said_of(call.store, call.now)
+        return reply[1:] == [task_of(holder.token)[0], str(call.now), *told]
     if found.word == "done":
         token = call.store.done.task_id if call.store.done else ""
         task = task_of(token)[0]

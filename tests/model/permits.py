@@ -41,7 +41,17 @@ def heir_of(permit: Store) -> str | None:
 def speaks_of_its_value(permit: Store, now: int) -> bool:
     """Whether a permit's record, not another program, says whose it is."""
     deadline = permit.holder.deadline
-    return permit.value is not None and deadline > 0 and (now < deadline or permit.value == seconds(deadline))
+    is_number = permit.value is not None and bool(NUMBER.fullmatch(permit.value))
+    return is_number and deadline > 0 and (now < deadline or permit.value == seconds(deadline))
+
+
+def said_of(permit: Store, now: int) -> str | None:
+    """The record by which scripts tell of a permit: of another program's value, one that says so."""
+    if permit.value is None or speaks_of_its_value(permit, now):
+        return None if permit.value is None else str(permit.record)
+    is_number = NUMBER.fullmatch(permit.value)
+    until = int((min(float(permit.value), 1e11) + 1) * SECOND) if is_number else 0
+    return f"\n{until}\n0\nforeign\n0\n"
 
 
 def ends(permit: Store, now: int) -> int:

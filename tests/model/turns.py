@@ -21,6 +21,7 @@ from tests.model.permits import (
     is_to_come,
     limit_of,
     pace_of,
+    said_of,
     terms_in,
 )
 from tests.model.rules import is_anothers
@@ -47,9 +48,9 @@ REFUSED = ("more", "stale", "taken")
 TURNS = ("serve", "park", "leave", "look", "forget")
 
 
-def _pair_of(permit: Store) -> list[str | None]:
+def _pair_of(permit: Store, now: int) -> list[str | None]:
     """A permit's value and record, as scripts tell them."""
-    return [permit.value, None if permit.record in (None, NOT_A_STRING) else str(permit.record)]
+    return [permit.value, said_of(permit, now)]
 
 
 def _terms_of(call: Call) -> str:
@@ -215,7 +216,7 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
     is_right = found.word in REFUSED or (found.word == "handed") == is_handed
     line = [name for _, name in found.after.line.places]
     place = 1 + line.index(task) if task in line else 0
-    return is_right and found.words[1:] == [str(call.now), *_pair_of(permit), str(place)]
+    return is_right and found.words[1:] == [str(call.now), *_pair_of(permit, call.now), str(place)]
 
 
 def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
@@ -430,7 +431,8 @@ def says_whom_it_serves(script: Script, call: Call, found: Played) -> bool:
         word = "empty" if heir is None else "taken_over" if _is_taken_over(call, permit) else "handed"
     known = waiter(found.after, heir)
     wakes = known.call if known is not None and not known.comes else None
-    return found.word == word and found.words[1:6] == [str(call.now), *_pair_of(permit), heir, wakes]
+    told = [str(call.now), *_pair_of(permit, call.now), heir, wakes]
+    return found.word == word and found.words[1:6] == told
 
 
 def _is_taken_over(call: Call, permit: Store) -> bool:

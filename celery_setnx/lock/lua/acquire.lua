@@ -33,7 +33,7 @@ if not STARTS and not (LINE and redis.call('EXISTS', LINE, MARK, TICKET, PERMITS
     return 'acquired ' .. now_text() .. ' ' .. grant(only, token, lease, retention, info)
   end
 end
--- use: permits line ticket pace claim
+-- use: permits line ticket pace start claim
 local mark, known, waiters, ticket = false, false, 0, {vain = '0'}
 if not only then
   local found = redis.call('MGET', MARK, TICKET, PERMITS)
@@ -63,12 +63,12 @@ if word == 'held' then
   if linger > 0 then line.ask_again(call.task, since == '0' and now_text() or since, now + linger) end
   return answer(p.till < NEVER and p.till or 0)
 elseif word == 'paced' then
-  value, record = pace.put_off(p, start, line, retention)
+  value, record = put_off(p, start, pace, line, retention)
   return answer(start)
 end
 if word == 'again' or word == 'line' then return answer(p.deadline) end
 local fence, failed = grant(p, token, lease, retention, info, word == 'resumed')
-failed = failed or pace and pace.note(p, fence)
+failed = failed or pace and note_start(pace, p, fence)
 if failed then return failed end
 if mark == call.task and not second then redis.call('DEL', MARK) end
 if line and p.heir and p.kind ~= 'for me' then

@@ -26,17 +26,17 @@ for _, p in ipairs(all) do
   if p.value then told[#told + 1] = {p.number, p.value, record_of(p)} end
   if p.token and not p.is_ours then told[#told + 1] = {p.number, false, p.record} end
 end
-local call, newest = caller('', false, waiting > 0), redis.pcall('ZREVRANGE', STARTS, 0, 0, 'WITHSCORES')
+local call, newest = caller(false, false, waiting > 0), redis.pcall('ZREVRANGE', STARTS, 0, 0, 'WITHSCORES')
 local pace = not newest.err and pace_of(STARTS, terms)
-local p, word, start, seen = claim(call, all, limit_of(terms), pace, dead)
+local p, word, _, seen = claim(call, all, limit_of(terms), pace, dead)
 local starts = pace and pace.count() + seen.handed or newest[2] and redis.call('ZCOUNT', STARTS, '-inf', '+inf') or 0
 local duplicate, of
 if dedupe ~= '' then duplicate, of = duplicate_of(false, dedupe, mark, all[1], done) end
-if most > 0 and waiting > 0 then
+if waiting > 0 then
   waiters = redis.call('ZRANGEBYSCORE', LINE, '-inf', WAITING, 'WITHSCORES', 'LIMIT', 0, most)
 end
 return {
-  now, word, p.number, start or pace and pace.till(seen.handed, 0) or 0, duplicate or false, of or false,
+  now, word, p.number, pace and pace.till(seen.handed, 0) or 0, duplicate or false, of or false,
   terms_in(known), starts, tonumber(newest[2] or 0), waiting, mark, mark and redis.call('PTTL', MARK) or 0, done,
   done and redis.call('PTTL', DONE) or 0, #all, told, waiters,
 }
