@@ -29,7 +29,7 @@ from redis.lock import Lock
 from benchmarks.figures import Curve, Promise, Samples, Table, command, interleaved
 from benchmarks.lock_cycle import TaskLocks, names, new_client
 from benchmarks.server_cost import cpu_s
-from celery_setnx.lock.lock import HeldLock, renew_all
+from celery_setnx.lock.held import HeldLock, renew_all
 from examples.embedded import EmbeddedServer
 
 LOCKS, QUICK_LOCKS = 10_000, 3000

@@ -129,8 +129,8 @@ IN_FRONT = ("lock", "store", "grant", "permits", "line", "ticket", "pace", "clai
 def test_one_verb_per_lua_file():
     """Every script is named for its verb, and states its keys, its arguments and its reply."""
     assert set(SCRIPTS) - set(IN_FRONT) == {
-        *("acquire", "renew", "release", "hold", "free", "look", "mark", "extend", "unmark", "forget"),
-        *("park", "leave", "instead", "serve", "due", "sweep", "settle", "tick", "recall", "drop", "age"),
+        *("acquire", "renew", "release", "hold", "free", "look", "mark", "if_same", "forget"),
+        *("park", "leave", "serve", "due", "sweep", "settle", "tick", "recall", "age"),
     }
     for name in set(SCRIPTS) - set(IN_FRONT):
         assert all(word in SCRIPTS[name] for word in ("-- KEYS", "-- ARGV", "-- Returns")), name

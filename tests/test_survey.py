@@ -36,6 +36,7 @@ from celery_setnx.lock.survey import (
     waiters,
 )
 from celery_setnx.lock.takeover import TakeOver, last_take_over, note_take_over
+from celery_setnx.lock.verbs import serve
 from examples.embedded import EmbeddedServer
 from tests.harness import age, lock_keys, server_us
 
@@ -334,7 +335,7 @@ def test_call_to_which_a_permit_is_handed_counts_as_a_start(locks):
     """It is about to; if no start is left but that one, the next may be as soon as it has been."""
     start(locks, 1, limit=2)
     park(locks, Place(KEY, "t-9", 0, remember=60, terms=Terms(2, 2, 60.0)), since=time.time(), call="")
-    assert SetnxLock(locks, KEY, limit=2, line=True, rate=(2, 60)).serve(knows_terms=True).heir is not None
+    assert serve(SetnxLock(locks, KEY, limit=2, line=True, rate=(2, 60)), knows_terms=True).heir is not None
     seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=2, rate=(2, 60)).acquire()
     assert [holder.state for holder in seen.holders] == ["handed"]
     assert (seen.started, told.paced) == (2, True)
@@ -345,7 +346,7 @@ def test_next_start_is_soon_where_no_start_is_left_but_that_of_who_is_woken(lock
     """That one may not come: then somebody else may start."""
     park(locks, Place(KEY, "t-9", 0, remember=60, terms=Terms(2, 1, 60.0)), since=time.time(), call="")
     lock = SetnxLock(locks, KEY, limit=2, line=True, rate=(1, 60))
-    assert lock.serve(knows_terms=True).heir is not None
+    assert serve(lock, knows_terms=True).heir is not None
     seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=2, rate=(1, 60)).acquire()
     assert (seen.started, told.paced) == (1, True)
     assert seen.next_start - seen.server_time == pytest.approx(told.remaining_s) == pytest.approx(1.0)

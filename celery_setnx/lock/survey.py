@@ -25,7 +25,8 @@ from celery_setnx.lock.names import (
 )
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, parse_holder, parse_permits, task_of
-from celery_setnx.lock.scripts import Script, is_cluster, reply_of_each, reply_to
+from celery_setnx.lock.scripts import is_cluster, reply_of_each, reply_to
+from celery_setnx.lock.verbs import IfSame, if_same
 
 BATCH = 1000
 """Locks that are read in one round trip, and names that one SCAN looks at."""
@@ -43,7 +44,6 @@ _GLOB = re.compile(r"([\\*?\[\]^-])")
 _PERMIT = re.compile(r"#([1-9]\d?)")
 _SLACK_S = 1.0  # by which a cluster's clocks may differ: a start that seems to come later than now counts
 _HANDED_S = 1.0  # in which a call is expected to start that was handed a permit
-_DROP = Script("drop")
 
 
 @dataclass(frozen=True)
@@ -285,8 +285,10 @@ def drop(client: redis.Redis, sighting: Sighting) -> bool:
     value, record = sighting.raw[2 * permit : 2 * permit + 2]
     if value is None:
         return False
-    (word,) = _DROP(client, permit_names(sighting.key, permit), value, record or b"")
-    return bool(word == "dropped")
+    (is_dropped,) = if_same(client, [IfSame(permit_names(sighting.key, permit), (value, record or b""))])
+    if not isinstance(is_dropped, bool):
+        raise is_dropped
+    return is_dropped
 
 
 def forget_starts(client: redis.Redis, sighting: Sighting) -> int:
