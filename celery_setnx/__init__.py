@@ -24,7 +24,8 @@ if TYPE_CHECKING:
         UnkeyableCall,
     )
     from celery_setnx.lock.held import HeldLock
-    from celery_setnx.lock.lock import Outcome, SetnxLock
+    from celery_setnx.lock.lock import SetnxLock
+    from celery_setnx.lock.outcome import Outcome
     from celery_setnx.lock.record import Holder
     from celery_setnx.options import SingletonOptions
     from celery_setnx.run.conflict import Conflict, is_skipped
@@ -50,7 +51,8 @@ _HOMES = {
     ),
     "call.fanout": ("CallOutcome", "FanOut"),
     "lock.held": ("HeldLock",),
-    "lock.lock": ("Outcome", "SetnxLock"),
+    "lock.lock": ("SetnxLock",),
+    "lock.outcome": ("Outcome",),
     "options": ("SingletonOptions",),
     "lock.record": ("Holder",),
     "call.publish": ("Duplicate", "send_task"),

@@ -14,7 +14,8 @@ from celery_setnx.connection import LateCluster
 from celery_setnx.exceptions import LockForbidden, LockLost, LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import verbs
 from celery_setnx.lock.held import HeldLock
-from celery_setnx.lock.lock import Outcome, SetnxLock
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.outcome import Outcome
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB, emptied
 from tests.harness import age, wait_until

@@ -12,8 +12,8 @@ import redis
 
 from celery_setnx import LockRefused, SetnxLock
 from celery_setnx.lock.line import Found, Place, park
-from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import line_names, permit_names, ticket_name
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, task_token
 from tests.harness import age
 

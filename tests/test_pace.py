@@ -12,8 +12,9 @@ from celery_setnx import SetnxLock
 from celery_setnx.lock import verbs
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import Found, Place, park
-from celery_setnx.lock.lock import AHEAD_S, Outcome
+from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.names import line_names, permits_name, record_name, starts_name
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Served, Terms, task_token
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
 

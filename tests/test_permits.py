@@ -12,8 +12,8 @@ from celery_setnx import AlreadyRunning, LockRefused, LockUnavailable, SetnxLock
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock import verbs
 from celery_setnx.lock.line import Found, Place, leave, park
-from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import permit_names, permits_name
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
 from celery_setnx.lock.verbs import serve
 from examples.embedded import EmbeddedServer

@@ -25,6 +25,7 @@ from celery_setnx.exceptions import AlreadyRunning, LockLost, LockUnavailable, S
 from celery_setnx.lock import verbs
 from celery_setnx.lock.held import HeldLock, give_back, valid_until, word_of
 from celery_setnx.lock.names import line_names, permits_name, record_name
+from celery_setnx.lock.outcome import Outcome, conflict
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import (
     ORIGINAL,
@@ -52,39 +53,6 @@ _FOREVER_S = 1e9  # beyond this a deadline in microseconds is no exact number in
 _LOOK = PermitScript("look")
 MOST_PERMITS, MOST_STARTS = 100, 1000
 LONGEST_PERIOD_S = 366 * DAY_S  # between two starts
-
-
-class Outcome(NamedTuple):
-    """What became of an attempt to acquire a lock: a value, never an error.
-
-    Attributes:
-        acquired: True if the caller now holds the lock.
-        lock: The held lock, to be released once; None if another holds it.
-        taken_over_from: The dead holder's record, if its lock was taken over.
-        holder: The holder's record, if another holds the lock; of several, that of who has held it for
-            longest.
-        remaining_s: Seconds until the holder's deadline, of several the first one's; None if unknown.
-        server_time: The server's clock (Unix seconds) when it decided.
-        mark: Id of the task whose mark was found beside the lock. None if there was none, or if the lock
-            is not used with marks; a mark of the task's own ends when it acquires.
-        waiters: How many tasks wait in line.
-        stale: True if another message has started this very call: it is not to be run again.
-        ends_first: The holder whose deadline is the first; `holder`, where there is one permit only.
-        paced: True if a permit is free, or held for this task's retry, and no call may start before
-            `remaining_s` is over.
-    """
-
-    acquired: bool
-    lock: HeldLock | None = None
-    taken_over_from: Holder | None = None
-    holder: Holder | None = None
-    remaining_s: float | None = None
-    server_time: float = 0.0
-    mark: str | None = None
-    waiters: int = 0
-    stale: bool = False
-    ends_first: Holder | None = None
-    paced: bool = False
 
 
 class Seen(NamedTuple):
@@ -416,33 +384,8 @@ class SetnxLock(NamedLock):
             served, before = served + 1, self.clock()
             found = verbs.acquire(self, token=token, dead="", call_id=call_id, message=message)
         if found.word in ("held", "stale", "line", "paced"):
-            return self._conflict(found, token)
+            return conflict(found, token, self.terms)
         return self._acquired(found, token, before)
-
-    def _conflict(self, found: verbs.Found, token: str) -> Outcome:
-        """The outcome where another holds the lock, or its pace allows no start, or another message has
-        started the call.
-        """
-        server_time, ends_first, longest = found.now_us / US, found.holder, found.longest
-        if found.word == "stale":
-            return Outcome(False, server_time=server_time, mark=found.mark, stale=True)
-        if found.word == "line":  # it is free for those who wait, and a worker will wake the first
-            return Outcome(False, holder=longest, server_time=server_time, waiters=int(found.waiters))
-        if found.word == "paced" and ends_first is None:
-            pace = {"pace": self.terms.pace}
-            longest = ends_first = Holder("", found.deadline_us / US, 0, "paced", None, pace)
-        task_id = ends_first and ends_first.task_id
-        is_own = task_id is not None and task_id == task_of(token)
-        return Outcome(
-            False,
-            holder=ends_first if is_own else longest or ends_first,
-            ends_first=ends_first,
-            paced=found.word == "paced",
-            remaining_s=(found.deadline_us - found.now_us) / US if found.deadline_us else None,
-            server_time=server_time,
-            mark=found.mark,
-            waiters=int(found.waiters),
-        )
 
     def _acquired(self, found: verbs.Found, token: str, before: float) -> Outcome:
         """The outcome of a lock that was acquired though there was something to be found."""
@@ -472,10 +415,8 @@ class SetnxLock(NamedLock):
     def _now_held(self, found: verbs.Found, token: str, before: float) -> HeldLock:
         """What was acquired by a command sent at a time, if this process may rely on it still."""
         after = self.clock()
-        record, until = (
-            found.record or "",
-            valid_until(before, found.deadline_us - found.now_us, self.lease_s),
-        )
+        until = valid_until(before, found.deadline_us - found.now_us, self.lease_s)
+        record = found.record or ""
         held = HeldLock(
             Permit(self, found.permit, token),
             fence=found.fence,

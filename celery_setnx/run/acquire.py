@@ -24,8 +24,9 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import BEGUN_S
-from celery_setnx.lock.lock import AHEAD_S, Outcome
+from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ENDED, ORIGINAL, Holder, task_token
 from celery_setnx.lock.verbs import HAND_OVER_S

@@ -39,8 +39,8 @@ from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
-from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.marks import Mark, extend_all, free_all
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.verbs import Released

@@ -16,7 +16,8 @@ from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
 from celery_setnx.lock import verbs
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import Keeper
-from celery_setnx.lock.lock import Outcome, SetnxLock
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.outcome import Outcome
 from tests.chaos import flaws
 from tests.chaos.history import History, note_renewals
 
