@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
@@ -16,6 +17,7 @@ from celery_setnx.lock.wire import sent_again
 from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
+_permit_of = attrgetter("_permit")
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 
 
@@ -151,7 +153,7 @@ class HeldLock:
                 extra=fields(task_id=task_of(self.token), key=self.key),
             )
         if word in ("renewed", "repaired"):
-            self._valid_until = valid_until(before, deadline_us - now_us, self.lease_s)
+            self._valid_until = local_deadline(before, deadline_us - now_us, self.lease_s)
             self._ahead_s = now_us / US - self._lock.clock()
         elif deadline_us and now_us >= deadline_us:
             self.lost = f"its lease of {self.lease_s:g} s ended before it was renewed"
@@ -171,7 +173,7 @@ def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavail
         return []
     before = [held._lock.clock() for held in locks]
     errors: list[LockUnavailable | LockRefused | None] = []
-    replies = renew(client or locks[0].client, [held._permit for held in locks])
+    replies = renew(client or locks[0].client, map(_permit_of, locks))
     for held, sent_at, reply in zip(locks, before, replies):
         if isinstance(reply, Renewed):
             held._renewed(sent_at, reply)
@@ -181,8 +183,8 @@ def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavail
     return errors
 
 
-def valid_until(before: float, remaining_us: int, lease_s: float) -> float:
-    """When a lease ends, counted from before the send: the server's deadline is surely later."""
+def local_deadline(before: float, remaining_us: int, lease_s: float) -> float:
+    """When a lease ends by our own clock, from before the send: the server's deadline is surely later."""
     return before + remaining_us / US - max(0.002, lease_s / 100)
 
 

@@ -23,7 +23,7 @@ import redis
 
 from celery_setnx.exceptions import AlreadyRunning, LockLost, LockUnavailable, SetnxError
 from celery_setnx.lock import verbs
-from celery_setnx.lock.held import HeldLock, give_back, valid_until, word_of
+from celery_setnx.lock.held import HeldLock, give_back, local_deadline, word_of
 from celery_setnx.lock.names import line_names, permits_name, record_name
 from celery_setnx.lock.outcome import Outcome, conflict
 from celery_setnx.lock.process import is_surely_dead
@@ -415,7 +415,7 @@ class SetnxLock(NamedLock):
     def _now_held(self, found: verbs.Found, token: str, before: float) -> HeldLock:
         """What was acquired by a command sent at a time, if this process may rely on it still."""
         after = self.clock()
-        until = valid_until(before, found.deadline_us - found.now_us, self.lease_s)
+        until = local_deadline(before, found.deadline_us - found.now_us, self.lease_s)
         record = found.record or ""
         held = HeldLock(
             Permit(self, found.permit, token),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -164,7 +164,7 @@ class Renewed(NamedTuple):
     value: str | None
 
 
-def renew(client: Any, permits: Sequence[Permit]) -> list[Renewed | Error]:
+def renew(client: Any, permits: Iterable[Permit]) -> list[Renewed | Error]:
     """lua/renew.lua, many times in one round trip: for each what became of it, or why that is not known."""
     calls = [
         (lock.keys_of(number), (token, round(lock.lease_s * US), int(lock.retention_s * 1000)))

@@ -65,8 +65,8 @@ ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     "no_resend": [(scripts_module, "NoScriptError", type("Never", (Exception,), {}))],
     # The local deadline is ignored: what was granted once counts for ever.
     "no_deadline": [
-        (lock_module, "valid_until", lambda *_arguments: 1e12),
-        (held_module, "valid_until", lambda *_arguments: 1e12),
+        (lock_module, "local_deadline", lambda *_arguments: 1e12),
+        (held_module, "local_deadline", lambda *_arguments: 1e12),
         (HeldLock, "ensure", _nothing),
     ],
     # Couriers come, do nothing, and do not come again.

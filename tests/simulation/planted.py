@@ -47,11 +47,11 @@ def late_release_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def deadline_from_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder counts its lease from the reply, and not from before it asked."""
 
-    def valid_until(_before: float, remaining_us: int, _lease_s: float) -> float:
+    def local_deadline(_before: float, remaining_us: int, _lease_s: float) -> float:
         return monotonic() + remaining_us / 1e6
 
     for module in (lock, held):
-        monkeypatch.setattr(module, "valid_until", valid_until)
+        monkeypatch.setattr(module, "local_deadline", local_deadline)
 
 
 def loss_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
