@@ -4,7 +4,7 @@ python -m benchmarks.renewal [--rounds 7] [--quick]
 
 The locks are tasks' locks, with the client that a worker makes for them. A period renews each of them once:
 
-- ours, all at once: `celery_setnx.lock.lock.renew_all`, which is what the keeper calls;
+- ours, all at once: `celery_setnx.lock.held.renew_all`, which is what the keeper calls;
 - ours, one by one: `renew()` of each;
 - redis-py, one by one: `reacquire()` of each, which sets a lock's time to live anew. redis-py's locks renew
   themselves no other way.

@@ -38,6 +38,7 @@ from celery_setnx.lock.survey import (
 from celery_setnx.lock.takeover import TakeOver, last_take_over, note_take_over
 from celery_setnx.lock.verbs import serve
 from examples.embedded import EmbeddedServer
+from tests.conftest import LOCK_DB
 from tests.harness import age, lock_keys, server_us
 
 KEY = key_name("t", "app.sync", digest([7]))
@@ -459,6 +460,27 @@ def test_drop_deletes_lock_and_record(locks):
     assert drop(locks, look(locks, KEY))
     assert lock_keys(locks) == {mark_name(KEY)}
     assert held.release() == "lost"
+
+
+def test_drop_compares_bytes(server, locks):
+    """What another program has written may be no text, and stays if it has written since."""
+    with redis.Redis.from_url(server.url(LOCK_DB)) as client:
+        client.set(KEY, b"\xff\xfe", ex=60)
+        seen = look(client, KEY)
+        client.set(KEY, b"\xff\xff", ex=60)
+        assert not drop(client, seen)
+        client.set(KEY, b"\xff\xfe", ex=60)
+        assert drop(client, seen)
+    assert not locks.exists(KEY)
+
+
+def test_drop_deletes_nothing_if_the_record_has_changed(locks):
+    """The value may be the next holder's by chance."""
+    hold(locks)
+    seen = look(locks, KEY)
+    locks.append(record_name(KEY), "x")
+    assert not drop(locks, seen)
+    assert locks.exists(KEY, record_name(KEY)) == 2
 
 
 def test_drop_deletes_the_permit_that_was_seen(locks):
