@@ -12,7 +12,7 @@ from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import US, task_of
 from celery_setnx.lock.scripts import reply_to
-from celery_setnx.lock.verbs import Ended, NamedLock, Permit, Released, Renewed, hold, release, renew
+from celery_setnx.lock.verbs import EndReply, NamedLock, Permit, Released, RenewReply, hold, release, renew
 from celery_setnx.lock.wire import sent_again
 from celery_setnx.log import Log, fields
 
@@ -134,7 +134,7 @@ class HeldLock:
         """
         return self._end(partial(hold, self._permit, lease_s=lease), "held_for_retry")
 
-    def _end(self, ask: Callable[[], Ended], word: Released) -> Released:
+    def _end(self, ask: Callable[[], EndReply], word: Released) -> Released:
         """Have the server end it; the word of its reply, or this one if only an earlier reply was lost."""
         asked_before = self._first_ended_at
         if asked_before is None:
@@ -143,7 +143,7 @@ class HeldLock:
         self._first_ended_at = None
         return told
 
-    def _renewed(self, before: float, reply: Renewed) -> None:
+    def _renewed(self, before: float, reply: RenewReply) -> None:
         word, deadline_us, now_us, value = reply
         if word == "repaired":
             logger.warning(
@@ -175,7 +175,7 @@ def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavail
     errors: list[LockUnavailable | LockRefused | None] = []
     replies = renew(client or locks[0].client, map(_permit_of, locks))
     for held, sent_at, reply in zip(locks, before, replies):
-        if isinstance(reply, Renewed):
+        if isinstance(reply, RenewReply):
             held._renewed(sent_at, reply)
             errors.append(None)
         else:
@@ -190,7 +190,7 @@ def local_deadline(before: float, remaining_us: int, lease_s: float) -> float:
 
 def give_back(
     permit: Permit, rest_until_us: int = 0, mark_for_s: float = 0.0, done_for_s: float = 0.0
-) -> Ended:
+) -> EndReply:
     """Release a permit; its lock knows from now on whom to wake."""
     ended = release(permit, rest_until_us=rest_until_us, mark_for_s=mark_for_s, done_for_s=done_for_s)
     permit.lock.leaves_line = ended.leaves_line
@@ -201,7 +201,7 @@ def give_back(
 
 def word_of(
     lock: NamedLock,
-    ask: Callable[[], Ended],
+    ask: Callable[[], EndReply],
     asked_before: float | None,
     valid_until: float,
     as_asked: Released,

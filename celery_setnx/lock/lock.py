@@ -1,4 +1,4 @@
-"""The lock: acquire, take over, renew, release. Redis only; nothing here knows Celery.
+"""A lock by its name: acquire it, take it over, look at it. Redis only; nothing here knows Celery.
 
 The algorithm is the SETNX lock of the Redis documentation (https://redis.io/commands/setnx, "Design
 pattern: Locking with SETNX"): the key holds the Unix second at which the lock stops being valid, and a
@@ -374,35 +374,35 @@ class SetnxLock(NamedLock):
 
     def _acquire_once(self, token: str, dead: str, call_id: str, message: verbs.Message | None) -> Outcome:
         before = self.clock()
-        found = verbs.acquire(self, token=token, dead=dead, call_id=call_id, message=message)
+        reply = verbs.acquire(self, token=token, dead=dead, call_id=call_id, message=message)
         served = 0
-        while found.word == "line" and self.wakes:
+        while reply.word == "line" and self.wakes:
             if served == MOST_PERMITS:  # of which each goes to the next in line, if nobody living has it
                 text = f"its line was served {MOST_PERMITS} times, and there are more"
                 raise LockUnavailable(self.name, text)
             self._serve_once(dead)
             served, before = served + 1, self.clock()
-            found = verbs.acquire(self, token=token, dead="", call_id=call_id, message=message)
-        if found.word in ("held", "stale", "line", "paced"):
-            return conflict(found, token, self.terms)
-        return self._acquired(found, token, before)
+            reply = verbs.acquire(self, token=token, dead="", call_id=call_id, message=message)
+        if reply.word in ("held", "stale", "line", "paced"):
+            return conflict(reply, token, self.terms)
+        return self._acquired(reply, token, before)
 
-    def _acquired(self, found: verbs.Found, token: str, before: float) -> Outcome:
-        """The outcome of a lock that was acquired though there was something to be found."""
-        word = found.word
-        held = self._now_held(found, token, before)
-        if found.spare and found.waiters != "0" and self.wakes:  # the limit was raised, unheard by the line
+    def _acquired(self, reply: verbs.AcquireReply, token: str, before: float) -> Outcome:
+        """The outcome of a lock that was acquired though there was something to be told."""
+        word = reply.word
+        held = self._now_held(reply, token, before)
+        if reply.spare and reply.waiters and self.wakes:  # the limit was raised, unheard by the line
             with suppress(SetnxError):
                 while self._serve_once().look_in == 0:
                     pass
         return Outcome(
             True,
             lock=held,
-            taken_over_from=found.holder if word == "taken_over" else None,
-            server_time=found.now_us / US,
+            taken_over_from=reply.holder if word == "taken_over" else None,
+            server_time=reply.now_us / US,
             # Asked again, the mark is gone because we have it.
-            mark=task_of(token) if word == "again" and self.mark else found.mark,
-            waiters=int(found.waiters),
+            mark=task_of(token) if word == "again" and self.mark else reply.mark,
+            waiters=reply.waiters,
         )
 
     def _serve_once(self, dead: str = "") -> Served:
@@ -412,23 +412,23 @@ class SetnxLock(NamedLock):
             self.heirs.append(served.heir)
         return served
 
-    def _now_held(self, found: verbs.Found, token: str, before: float) -> HeldLock:
+    def _now_held(self, reply: verbs.AcquireReply, token: str, before: float) -> HeldLock:
         """What was acquired by a command sent at a time, if this process may rely on it still."""
         after = self.clock()
-        until = local_deadline(before, found.deadline_us - found.now_us, self.lease_s)
-        record = found.record or ""
+        until = local_deadline(before, reply.deadline_us - reply.now_us, self.lease_s)
+        record = reply.record or ""
         held = HeldLock(
-            Permit(self, found.permit, token),
-            fence=found.fence,
-            since_us=int(record.split("\n")[4]) if found.word == "again" else found.now_us,
+            Permit(self, reply.permit, token),
+            fence=reply.fence,
+            since_us=int(record.split("\n")[4]) if reply.word == "again" else reply.now_us,
             valid_until=until,
-            ahead_s=found.now_us / US - after,
+            ahead_s=reply.now_us / US - after,
         )
         if after >= until:
             held.take_start_back()
             held.release()
             raise LockUnavailable(self.name, f"the reply took longer than the lease of {self.lease_s:g} s")
-        self.token, self._permit, self._until = token, found.permit, until
+        self.token, self._permit, self._until = token, reply.permit, until
         return held
 
     def _look(self, *, with_waiters: bool) -> tuple[str, str, list[tuple[str | None, str | None]], list[str]]:

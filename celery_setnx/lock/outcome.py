@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.record import US, Holder, Terms, task_of
-from celery_setnx.lock.verbs import Found
+from celery_setnx.lock.verbs import AcquireReply
 
 
 class Outcome(NamedTuple):
@@ -42,25 +42,25 @@ class Outcome(NamedTuple):
     paced: bool = False
 
 
-def conflict(found: Found, token: str, terms: Terms) -> Outcome:
+def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
     """That another holds the lock, or its pace allows no start, or another message has started the call."""
-    server_time, ends_first, longest = found.now_us / US, found.holder, found.longest
-    if found.word == "stale":
-        return Outcome(False, server_time=server_time, mark=found.mark, stale=True)
-    if found.word == "line":  # it is free for those who wait, and a worker will wake the first
-        return Outcome(False, holder=longest, server_time=server_time, waiters=int(found.waiters))
-    if found.word == "paced" and ends_first is None:
+    server_time, ends_first, longest = reply.now_us / US, reply.holder, reply.longest
+    if reply.word == "stale":
+        return Outcome(False, server_time=server_time, mark=reply.mark, stale=True)
+    if reply.word == "line":  # it is free for those who wait, and a worker will wake the first
+        return Outcome(False, holder=longest, server_time=server_time, waiters=reply.waiters)
+    if reply.word == "paced" and ends_first is None:
         pace = {"pace": terms.pace}
-        longest = ends_first = Holder("", found.deadline_us / US, 0, "paced", None, pace)
+        longest = ends_first = Holder("", reply.deadline_us / US, 0, "paced", None, pace)
     task_id = ends_first and ends_first.task_id
     is_own = task_id is not None and task_id == task_of(token)
     return Outcome(
         False,
         holder=ends_first if is_own else longest or ends_first,
         ends_first=ends_first,
-        paced=found.word == "paced",
-        remaining_s=(found.deadline_us - found.now_us) / US if found.deadline_us else None,
+        paced=reply.word == "paced",
+        remaining_s=(reply.deadline_us - reply.now_us) / US if reply.deadline_us else None,
         server_time=server_time,
-        mark=found.mark,
-        waiters=int(found.waiters),
+        mark=reply.mark,
+        waiters=reply.waiters,
     )

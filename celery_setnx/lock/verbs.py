@@ -92,7 +92,7 @@ class Message(NamedTuple):
     shared: bool
 
 
-class Found(NamedTuple):
+class AcquireReply(NamedTuple):
     """What lua/acquire.lua found, which says more of each; times are the server's, in microseconds."""
 
     word: str
@@ -102,7 +102,7 @@ class Found(NamedTuple):
     value: str | None = None
     record: str | None = None
     mark: str | None = None
-    waiters: str = "0"
+    waiters: int = 0
     permit: int = 0
     spare: int = 0
     longest_value: str | None = None
@@ -125,7 +125,7 @@ def _of_permit(record: str | None, value: str | None, now_us: int, permit: int) 
     return replace(holder, permit=permit) if holder and permit else holder
 
 
-def acquire(lock: NamedLock, *, token: str, dead: str, call_id: str, message: Message | None) -> Found:
+def acquire(lock: NamedLock, *, token: str, dead: str, call_id: str, message: Message | None) -> AcquireReply:
     """lua/acquire.lua: try to have a lock; a holder with the token `dead` is proved dead."""
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
@@ -149,13 +149,14 @@ def acquire(lock: NamedLock, *, token: str, dead: str, call_id: str, message: Me
         keys += (starts_name(name),)
         reply = ACQUIRE.of(lock.client, name, keys, int(reply[1]), *argv)
     if len(reply) >= 5:
-        return Found(*reply)
+        reply[7] = int(reply[7])
+        return AcquireReply(*reply)
     word, now, fence, *permit = reply  # it was free, and nobody waits
     now_us = int(now)
-    return Found(word, now_us + lease_us, int(fence), now_us, permit=int(*permit))
+    return AcquireReply(word, now_us + lease_us, int(fence), now_us, permit=int(*permit))
 
 
-class Renewed(NamedTuple):
+class RenewReply(NamedTuple):
     """Whether a permit is held still: `renewed`, `repaired`, `gone` or `lost`. Times in microseconds."""
 
     word: str
@@ -164,16 +165,16 @@ class Renewed(NamedTuple):
     value: str | None
 
 
-def renew(client: Any, permits: Iterable[Permit]) -> list[Renewed | Error]:
+def renew(client: Any, permits: Iterable[Permit]) -> list[RenewReply | Error]:
     """lua/renew.lua, many times in one round trip: for each what became of it, or why that is not known."""
     calls = [
         (lock.keys_of(number), (token, round(lock.lease_s * US), int(lock.retention_s * 1000)))
         for lock, number, token in permits
     ]
-    return [Renewed(*reply) if isinstance(reply, list) else reply for reply in RENEW.many(client, calls)]
+    return [RenewReply(*reply) if isinstance(reply, list) else reply for reply in RENEW.many(client, calls)]
 
 
-class Ended(NamedTuple):
+class EndReply(NamedTuple):
     """What became of a permit that was to end.
 
     Attributes:
@@ -191,10 +192,10 @@ class Ended(NamedTuple):
     leaves_line: bool = False
 
 
-_RELEASED = Ended("released")
+_RELEASED = EndReply("released")
 
 
-def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s: float) -> Ended:
+def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s: float) -> EndReply:
     """lua/release.lua: give a permit back, mark the key again, note a success."""
     lock, number, token = permit
     keys, mark_ms, hand_over_us = lock.keys_of(number)[:2], 0, ""
@@ -216,20 +217,20 @@ def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s
     return _RELEASED if len(reply) == 1 else _ended(reply, rest_until_us)
 
 
-def hold(permit: Permit, *, lease_s: float) -> Ended:
+def hold(permit: Permit, *, lease_s: float) -> EndReply:
     """lua/hold.lua: keep a permit for its holder's retry."""
     lock, number, token = permit
     times = round(lease_s * US), int(lock.retention_s * 1000)
     return _ended(HOLD(lock.client, lock.keys_of(number), token, *times), 0)
 
 
-def _ended(reply: Sequence[Any], rest_until_us: int) -> Ended:
+def _ended(reply: Sequence[Any], rest_until_us: int) -> EndReply:
     word, now_us, _value, *rest = reply
     heir, detail = rest or (None, None)  # what it is woken with; without an heir, since when another has it
     if not heir:
-        return Ended(word, int(now_us), int(detail) if detail else None, leaves_line=True)
+        return EndReply(word, int(now_us), int(detail) if detail else None, leaves_line=True)
     rest_s = (rest_until_us - now_us) / US if word == "resting" else 0.0
-    return Ended(word, now_us, heir=Heir(heir, detail, rest_s), leaves_line=True)
+    return EndReply(word, now_us, heir=Heir(heir, detail, rest_s), leaves_line=True)
 
 
 def free(lock: NamedLock, *, task_id: str) -> str:

@@ -58,7 +58,7 @@ def loss_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release that is asked twice, of a lock that Redis has lost meanwhile, raises a TypeError."""
     parsed = verbs._ended
 
-    def raising(reply: Any, rest_until_us: int) -> verbs.Ended:
+    def raising(reply: Any, rest_until_us: int) -> verbs.EndReply:
         if len(reply) > 4 and not reply[3]:
             int(reply[4])
         return parsed(reply, rest_until_us)
