@@ -32,7 +32,7 @@ from benchmarks.figures import Curve, Promise, Samples, Table, command, interlea
 from celery_setnx import SetnxLock
 from celery_setnx.call.message import Call
 from celery_setnx.keys import digest
-from celery_setnx.lock.lock import HeldLock, renew_all
+from celery_setnx.lock.held import HeldLock, renew_all
 from celery_setnx.lock.names import key_name
 from celery_setnx.lock.record import task_token
 from celery_setnx.lock.survey import survey

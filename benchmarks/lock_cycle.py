@@ -39,8 +39,9 @@ from celery_setnx.arguments import Arguments
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call
 from celery_setnx.keys import digest
-from celery_setnx.lock.lock import HeldLock, Outcome
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.names import key_name
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.run.acquire import info_of
 from examples.embedded import EmbeddedServer

@@ -4,7 +4,7 @@ python -m benchmarks.renewal [--rounds 7] [--quick]
 
 The locks are tasks' locks, with the client that a worker makes for them. A period renews each of them once:
 
-- ours, all at once: `celery_setnx.lock.lock.renew_all`, which is what the keeper calls;
+- ours, all at once: `celery_setnx.lock.held.renew_all`, which is what the keeper calls;
 - ours, one by one: `renew()` of each;
 - redis-py, one by one: `reacquire()` of each, which sets a lock's time to live anew. redis-py's locks renew
   themselves no other way.
@@ -29,7 +29,7 @@ from redis.lock import Lock
 from benchmarks.figures import Curve, Promise, Samples, Table, command, interleaved
 from benchmarks.lock_cycle import TaskLocks, names, new_client
 from benchmarks.server_cost import cpu_s
-from celery_setnx.lock.lock import HeldLock, renew_all
+from celery_setnx.lock.held import HeldLock, renew_all
 from examples.embedded import EmbeddedServer
 
 LOCKS, QUICK_LOCKS = 10_000, 3000

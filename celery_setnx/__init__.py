@@ -23,7 +23,9 @@ if TYPE_CHECKING:
         SetnxError,
         UnkeyableCall,
     )
-    from celery_setnx.lock.lock import HeldLock, Outcome, SetnxLock
+    from celery_setnx.lock.held import HeldLock
+    from celery_setnx.lock.lock import SetnxLock
+    from celery_setnx.lock.outcome import Outcome
     from celery_setnx.lock.record import Holder
     from celery_setnx.options import SingletonOptions
     from celery_setnx.run.conflict import Conflict, is_skipped
@@ -48,7 +50,9 @@ _HOMES = {
         "UnkeyableCall",
     ),
     "call.fanout": ("CallOutcome", "FanOut"),
-    "lock.lock": ("HeldLock", "Outcome", "SetnxLock"),
+    "lock.held": ("HeldLock",),
+    "lock.lock": ("SetnxLock",),
+    "lock.outcome": ("Outcome",),
     "options": ("SingletonOptions",),
     "lock.record": ("Holder",),
     "call.publish": ("Duplicate", "send_task"),

@@ -30,7 +30,8 @@ from redis.connection import HiredisRespSerializer
 from celery_setnx.call.publish import send_task
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, SetnxError
-from celery_setnx.lock.lock import DAY_S, HeldLock, SetnxLock
+from celery_setnx.lock.held import HeldLock
+from celery_setnx.lock.lock import DAY_S, SetnxLock
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import Holder

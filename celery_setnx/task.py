@@ -41,7 +41,8 @@ from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.configured import configured
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.keys import signature_of
-from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.held import HeldLock
+from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of

@@ -22,8 +22,9 @@ from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.call.wake import let_others_start, lines_of
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
-from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.look import WAITERS, Sighting, look
 from celery_setnx.lock.names import (
     done_name,
@@ -34,7 +35,7 @@ from celery_setnx.lock.names import (
     starts_name,
 )
 from celery_setnx.lock.process import identity
-from celery_setnx.lock.record import PLAIN, task_token
+from celery_setnx.lock.record import task_token
 from celery_setnx.lock.scripts import PermitScript
 from celery_setnx.lock.survey import successes, survey
 from celery_setnx.log import Log, fields
@@ -396,6 +397,4 @@ def _escaped(text: str) -> str:
 def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:
     """Run lua/age.lua: its word."""
     beside = (*line_names(lock), mark_name(lock), permits_name(lock), done_name(lock), starts_name(lock))
-    return str(
-        _AGE.of(client, lock, (lock, record_name(lock), *beside), PLAIN, round(by_s * 1e6), *living)[0]
-    )
+    return str(_AGE.of(client, lock, (lock, record_name(lock), *beside), 1, round(by_s * 1e6), *living)[0])

@@ -11,7 +11,8 @@ from celery.signals import task_received
 
 from celery_setnx import SingletonTask
 from celery_setnx.exceptions import LockUnavailable
-from celery_setnx.lock.lock import HeldLock, Released
+from celery_setnx.lock.held import HeldLock
+from celery_setnx.lock.verbs import Released
 from celery_setnx.testing import locks_on
 from tests.app import body, control, journal, make_app
 

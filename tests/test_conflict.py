@@ -13,7 +13,7 @@ from celery.exceptions import Reject
 from celery_setnx import Conflict, LockUnavailable, OptionError, SingletonTask
 from celery_setnx.call.back import Waits, come_back, deliverable
 from celery_setnx.call.message import Call
-from celery_setnx.lock.lock import Outcome
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import Holder
 from celery_setnx.options import Options
 from celery_setnx.run.conflict import backoff, in_workflow, policy_of

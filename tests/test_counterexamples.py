@@ -11,7 +11,9 @@ import pytest
 import redis
 
 from celery_setnx.exceptions import LockLost, LockUnavailable
-from celery_setnx.lock.lock import HeldLock, Outcome, SetnxLock
+from celery_setnx.lock.held import HeldLock
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.outcome import Outcome
 from examples.embedded import EmbeddedServer
 from tests.model.injected import CLOCK_KEY, EPOCH, SECOND, ServerClock
 

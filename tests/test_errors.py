@@ -12,8 +12,10 @@ import redis
 
 from celery_setnx.connection import LateCluster
 from celery_setnx.exceptions import LockForbidden, LockLost, LockRefused, LockUnavailable, SetnxError
-from celery_setnx.lock import lock as lock_module
-from celery_setnx.lock.lock import HeldLock, Outcome, SetnxLock
+from celery_setnx.lock import verbs
+from celery_setnx.lock.held import HeldLock
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.outcome import Outcome
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB, emptied
 from tests.harness import age, wait_until
@@ -32,10 +34,10 @@ NEEDED_BY = {
     "rest": {"eval", "evalsha", "time", "mget", "pexpireat", "set"},
 }
 COMMANDS = sorted(set.union(*NEEDED_BY.values()))
-SCRIPT_OF = dict.fromkeys(ACQUIRING, lock_module._ACQUIRE) | {
-    "renew": lock_module._RENEW,
-    "release": lock_module._RELEASE,
-    "rest": lock_module._RELEASE,
+SCRIPT_OF = dict.fromkeys(ACQUIRING, verbs.ACQUIRE) | {
+    "renew": verbs.RENEW,
+    "release": verbs.RELEASE,
+    "rest": verbs.RELEASE,
 }
 each_verb = pytest.mark.parametrize("verb", VERBS)
 acquiring = pytest.mark.parametrize("verb", ACQUIRING)
@@ -460,7 +462,7 @@ def test_server_that_is_gone_is_unavailable(admin, proxy, far, verb):
 
 def test_command_that_redis_7_0_forbids_in_a_script_is_named():
     """That server says in which line, and not which command."""
-    acquire = lock_module._ACQUIRE
+    acquire = verbs.ACQUIRE
     (line,) = [n for n, text in enumerate(acquire.text.splitlines(), 1) if "redis.call('GETSET'" in text]
     forbidden = "The user executing the script can't run this command or subcommand"
     said = f"{forbidden} script: e977b3, on @user_script:"

@@ -26,7 +26,7 @@ from pydantic import create_model
 from celery_setnx import SingletonTask
 from celery_setnx.call import fanout
 from celery_setnx.exceptions import FanOutFailed, LockRefused, OptionError, UnkeyableCall
-from celery_setnx.lock import marks
+from celery_setnx.lock import marks, verbs
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.bounds import bound
@@ -718,7 +718,7 @@ def test_lock_server_that_is_down_or_dies_does_not_end_a_fan_out(server, broker,
     """
     with Proxy(server.port) as proxy, made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
         if marked:
-            proxy.arm("cut_before", containing=marks._MARK.sha.encode(), skip=marked, times=FOREVER)
+            proxy.arm("cut_before", containing=marks.MARK.sha.encode(), skip=marked, times=FOREVER)
         else:
             proxy.close()
         assert counted(tasks.once.fan_out([*names_to(30), *names_to(5)], batch_size=10)) == (30, 5, 0)
@@ -734,7 +734,7 @@ def test_lock_server_that_is_down_or_dies_does_not_end_a_fan_out(server, broker,
 def test_marks_that_cannot_be_extended_lapse_by_themselves(server, broker, locks, caplog, action):
     """The calls are sent and counted, with one warning; no mark is without its lease."""
     with Proxy(server.port) as proxy, made(server.url(BROKER_DB), proxy.url(LOCK_DB)) as tasks:
-        proxy.arm(action, containing=marks._EXTEND.sha.encode(), times=FOREVER)
+        proxy.arm(action, containing=verbs.IF_SAME.sha.encode(), times=FOREVER)
         assert counted(tasks.once.fan_out(names_to(30), batch_size=10)) == (30, 0, 0)
     assert len(queued(broker)) == 30
     left = leases(locks)

@@ -12,10 +12,9 @@ import pytest
 import redis
 
 from celery_setnx import LockLost, LockUnavailable, SetnxLock, threads
-from celery_setnx.lock import keeper
-from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock import keeper, verbs
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import Keeper, keeper_for_process
-from celery_setnx.lock.lock import HeldLock
 from tests.bounds import bound
 from tests.harness import age, exit_code_of_fork, raising, wait_until
 
@@ -186,7 +185,7 @@ def test_failed_renewal_is_tried_again_while_the_lease_lasts(proxy, watch, far, 
     with monkeypatch.context() as faulty:
         if trouble == "bug":
             faulty.setattr(keeper, "renew_all", lambda *_: 1 / 0)
-        renewal = lock_module._RENEW.sha.encode()
+        renewal = verbs.RENEW.sha.encode()
         faults = {
             "cut": lambda: proxy.fault("cut_before", containing=renewal),
             "bug": nullcontext,
@@ -210,7 +209,7 @@ def test_keeper_after_a_slow_reply_renews_before_the_deadline(proxy, watch, far,
     client = far()
     watch.hold(client=client).renew()  # from now on the server knows both scripts
     watch.client.delete("a", "{a}:holder")
-    script = {"acquire": lock_module._ACQUIRE, "renew": lock_module._RENEW}[verb].sha.encode()
+    script = {"acquire": verbs.ACQUIRE, "renew": verbs.RENEW}[verb].sha.encode()
     slow = {"containing": script, "meanwhile": lambda: watch.pass_time(22.5)}
     if verb == "acquire":
         with proxy.fault("delay_reply", **slow):
@@ -285,7 +284,7 @@ def test_filter_that_raises_ends_no_renewal(proxy, watch, far, capfd):
     lock = watch.watch(watch.hold(client=far()))
     logger.addFilter(raising_filter)
     try:
-        with proxy.fault("cut_before", containing=lock_module._RENEW.sha.encode()):
+        with proxy.fault("cut_before", containing=verbs.RENEW.sha.encode()):
             watch.pass_time(THIRD_S)
             wait_until(lambda: watch.keeper._watched[lock.token].failing, "a renewal fails")
             watch.wait_until_planned(lock)
@@ -311,7 +310,7 @@ def test_handler_that_hangs_holds_up_no_renewal(proxy, watch, far):
     lock = watch.watch(watch.hold(client=far()))
     logger.addHandler(handler)
     try:
-        with proxy.fault("cut_before", containing=lock_module._RENEW.sha.encode()):
+        with proxy.fault("cut_before", containing=verbs.RENEW.sha.encode()):
             watch.pass_time(THIRD_S)
             assert hangs.wait(60)
             watch.wait_until_planned(lock)

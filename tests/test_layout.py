@@ -129,11 +129,28 @@ IN_FRONT = ("lock", "store", "grant", "permits", "line", "ticket", "pace", "star
 def test_one_verb_per_lua_file():
     """Every script is named for its verb, and states its keys, its arguments and its reply."""
     assert set(SCRIPTS) - set(IN_FRONT) == {
-        *("acquire", "renew", "release", "hold", "free", "look", "mark", "extend", "unmark", "forget"),
-        *("park", "leave", "instead", "serve", "due", "sweep", "settle", "tick", "recall", "drop", "age"),
+        *("acquire", "renew", "release", "hold", "free", "look", "mark", "if_same", "forget"),
+        *("park", "leave", "serve", "due", "sweep", "settle", "tick", "recall", "age"),
     }
     for name in set(SCRIPTS) - set(IN_FRONT):
         assert all(word in SCRIPTS[name] for word in ("-- KEYS", "-- ARGV", "-- Returns")), name
+
+
+def test_scripts_are_called_by_the_functions_beside_them():
+    """Each is made in one module, for its verb, and no other module has it."""
+    made: dict[str, str] = {}
+    for module, tree in MODULES.items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in ("Script", "PermitScript"):
+                verb = ast.literal_eval(call.args[0])
+                assert verb not in made
+                made[verb] = module
+    assert made.keys() == set(SCRIPTS) - set(IN_FRONT)
+    for module, tree in MODULES.items():
+        nodes = list(ast.walk(tree))
+        named = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        named |= {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert not {name.lstrip("_") for name in named} & {verb.upper() for verb in made}, module
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))

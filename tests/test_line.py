@@ -11,9 +11,9 @@ import pytest
 import redis
 
 from celery_setnx import LockRefused, SetnxLock
-from celery_setnx.lock.line import Found, Place, park
-from celery_setnx.lock.lock import Outcome
-from celery_setnx.lock.names import line_names, permit_names, ticket_name
+from celery_setnx.lock.line import Found, Place, park, runs_instead
+from celery_setnx.lock.names import instead_name, line_names, permit_names, ticket_name
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, task_token
 from tests.harness import age
 
@@ -177,3 +177,20 @@ def test_wake_ups_in_vain_are_those_of_one_attempt(locks, attempt, vain):
     lock = SetnxLock(locks, NAME, lease=60, line=True)
     assert lock.acquire(token=task_token("a", attempt, "0a"), copy="c", attempt=attempt).acquired
     assert locks.get(ticket) == f"{attempt}|c|{vain}"
+
+
+def test_first_who_asks_runs_instead_of_one_that_has_died(locks):
+    """All who ask are told so, for as long as it is remembered."""
+    first, second = (Place(NAME, task_id, 0, remember=60) for task_id in "ab")
+    asked = [runs_instead(locks, place, of="dead") for place in (first, second, first)]
+    assert asked == ["a", "a", "a"]
+    assert 0 < locks.pttl(instead_name(NAME, "dead")) <= 60_000
+
+
+def test_refusal_to_say_who_runs_instead_is_an_error(locks, foreign_keys):
+    """It names the key."""
+    name = instead_name(NAME, "dead")
+    foreign_keys.add(name)
+    locks.lpush(name, "x")
+    with pytest.raises(LockRefused, match=name):
+        runs_instead(locks, Place(NAME, "a", 0, remember=60), of="dead")

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
-from celery_setnx.lock.lock import _RELEASE
+from celery_setnx.lock import held as held_module
+from celery_setnx.lock.verbs import RELEASE
 from tests.harness import age, raising, server_us
 
 NAME, RECORD = "lock.foo", "{lock.foo}:holder"
@@ -91,17 +92,16 @@ def test_lock_leaves_nothing_for_the_garbage_collector(locks):
 
 
 @pytest.mark.parametrize(("fails", "word"), [(False, "lost"), (True, "released")], ids=["once", "again"])
-def test_another_has_the_lock_by_a_release_only_if_that_was_asked_for_before(locks, fails, word):
+def test_another_has_the_lock_by_a_release_only_if_that_was_asked_for_before(locks, monkeypatch, fails, word):
     """However long a reply takes: who was asked once, and says that it is another's, has not released it."""
     seconds = itertools.count()
     lock = SetnxLock(locks, NAME, lease=600, clock=lambda: float(next(seconds)))
-    dead, ask = lock.acquire().lock, lock._release
+    dead = lock.acquire().lock
     locks.delete(NAME, RECORD)
     if fails:
-        lock._release = raising(LockUnavailable(NAME, "no reply"))
-        with pytest.raises(LockUnavailable):
+        with monkeypatch.context() as patch, pytest.raises(LockUnavailable):
+            patch.setattr(held_module, "give_back", raising(LockUnavailable(NAME, "no reply")))
             dead.release()
-        lock._release = ask
     assert SetnxLock(locks, NAME).acquire().acquired
     assert [dead.release(), dead.release()] == [word, "lost"]
 
@@ -244,7 +244,7 @@ def test_with_gives_back_what_its_own_thread_has_taken(locks):
 
 def test_with_warns_of_no_loss_if_another_has_the_lock_since_its_end(far, proxy, locks, caplog):
     """The reply of the release is lost, and another acquires the lock before it is sent again."""
-    rival, sha = SetnxLock(locks, NAME), _RELEASE.sha.encode()
+    rival, sha = SetnxLock(locks, NAME), RELEASE.sha.encode()
     rival.acquire()
     assert rival.release() == "released"  # and the server knows the script
     with (
@@ -259,7 +259,7 @@ def test_with_warns_of_no_loss_if_another_has_the_lock_since_its_end(far, proxy,
 
 def test_with_warns_of_a_loss_if_nobody_has_the_lock_since_its_end(far, proxy, locks, caplog):
     """The reply of the release is lost, and the server loses its data before it is sent again."""
-    rival, sha = SetnxLock(locks, NAME), _RELEASE.sha.encode()
+    rival, sha = SetnxLock(locks, NAME), RELEASE.sha.encode()
     rival.acquire()
     assert rival.release() == "released"  # and the server knows the script
     with (
@@ -277,7 +277,7 @@ def test_with_warns_of_a_lock_that_it_cannot_give_back(locks, caplog, monkeypatc
         locks.delete(NAME)
     assert "was gone before it was released" in caplog.text
     lock = SetnxLock(locks, NAME)
-    monkeypatch.setattr(lock, "_release", raising(LockUnavailable(NAME, "gone away")))
+    monkeypatch.setattr(held_module, "give_back", raising(LockUnavailable(NAME, "gone away")))
     with pytest.raises(ZeroDivisionError), lock:
         raise ZeroDivisionError
     assert "was not released" in caplog.text

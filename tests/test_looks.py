@@ -26,6 +26,7 @@ from celery_setnx.lock.line import Place, note_due, park
 from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
+from celery_setnx.lock.verbs import serve
 from celery_setnx.run import looks
 from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
 from celery_setnx.run.run import Run
@@ -434,7 +435,7 @@ def test_call_that_is_woken_ahead_of_its_start_waits_for_it_in_its_slot(server, 
     call = Call("ahead", task_id, 0, key, copy="c1", waits=1, since=last_us / 1e6, bare=False)
     place = replace(call.place(600), terms=Terms(1, 1, 1))
     park(locks, place, copy="-x", since=1.0, call="c")
-    assert SetnxLock(locks, key, lease=60, line=True, rate=(1, 1.0)).serve(knows_terms=True).heir is not None
+    assert serve(SetnxLock(locks, key, lease=60, line=True, rate=(1, 1.0)), knows_terms=True).heir is not None
     context = Context(
         id=task_id, task="ahead", args=[], kwargs={}, called_directly=False, **call.as_headers()
     )

@@ -9,9 +9,12 @@ import pytest
 import redis
 
 from celery_setnx import SetnxLock
+from celery_setnx.lock import verbs
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import Found, Place, park
-from celery_setnx.lock.lock import AHEAD_S, HeldLock, Outcome
+from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.names import line_names, permits_name, record_name, starts_name
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Served, Terms, task_token
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
 
@@ -63,7 +66,7 @@ def wait(client: redis.Redis, task_id: str, since: float) -> Found:
 
 def serve(client: redis.Redis) -> Served:
     """The line goes on, if it may."""
-    return the_lock(client).serve(knows_terms=True)
+    return verbs.serve(the_lock(client), knows_terms=True)
 
 
 def noted(client: redis.Redis) -> list[float]:

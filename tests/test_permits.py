@@ -10,10 +10,12 @@ import redis
 
 from celery_setnx import AlreadyRunning, LockRefused, LockUnavailable, SetnxLock
 from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock import verbs
 from celery_setnx.lock.line import Found, Place, leave, park
-from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import permit_names, permits_name
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
+from celery_setnx.lock.verbs import serve
 from examples.embedded import EmbeddedServer
 from tests.harness import lock_keys
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
@@ -100,9 +102,9 @@ def test_so_many_hold_it_and_the_next_is_refused(locks):
 def test_refused_caller_is_told_of_two_holders_whatever_the_limit(locks):
     """Of the one that ends first, and of the one that has held for longest: the reply is short."""
     held_by(locks, *(f"holder{number:03}" for number in range(100)), limit=100)
-    reply = lock_module._acquire(the_lock(locks, 100), "another", "", "", ())
-    assert sum(str(item).count("holder") for item in reply) == 2
-    assert len(repr(reply)) < 500
+    found = verbs.acquire(the_lock(locks, 100), token="another", dead="", call_id="", message=None)
+    assert sum(str(item).count("holder") for item in found) == 2
+    assert len("".join(map(str, found))) < 500
 
 
 def test_keys_of_permits_are_beside_the_lock(locks):
@@ -221,7 +223,7 @@ def test_script_hands_its_permit_to_nobody_as_it_wakes_nobody(locks):
     assert (refused.acquired, refused.holder.token, refused.waiters) == (False, "other", 2)
     assert states(locks) == {1: "running"}
     assert locks.zrange(f"{NAME}:line", 0, -1) == ["a", "b"]
-    assert the_lock(locks, 2).serve().heir.task_id == "a"
+    assert serve(the_lock(locks, 2)).heir.task_id == "a"
 
 
 # What others put there
@@ -254,7 +256,7 @@ def test_what_is_known_of_permits_may_be_garbage(locks, text):
     """It counts as nothing known, and is written anew."""
     held_by(locks, "one")
     locks.set(PERMITS, text, px=60_000)
-    assert the_lock(locks).serve().holder.token == "one"
+    assert serve(the_lock(locks)).holder.token == "one"
     assert of_task(locks, "a").lock.permit == 1
     assert locks.get(PERMITS) == "3 3"
 
@@ -282,7 +284,7 @@ def test_full_server_gives_no_permit_and_serves_whoever_holds_one():
         assert park(client, place, since=20.0, call="wake b").state == "parked"
         assert leave(client, Place(NAME, "c", 0, 60.0, terms=Terms(4)), copy="c1") == "left"
         assert the_lock(client, 4).free_held("t2")
-        assert the_lock(client, 4).serve().heir.task_id == "b"
+        assert serve(the_lock(client, 4)).heir.task_id == "b"
         assert all(client.pttl(key) > 0 for key in client.scan_iter())
 
 
@@ -378,7 +380,7 @@ def test_overtaken_call_that_may_not_start_yet_stands_where_it_stood(locks):
     """Though another wake-up of it is on its way."""
     wait(locks, "a", 10.0)
     lock = the_lock(locks, 3, rate=(1, 100.0))
-    assert lock.serve().heir.task_id == "a"
+    assert serve(lock).heir.task_id == "a"
     locks.hset(f"{NAME}:calls", "a", "0+|10000000|wake a")
     seconds, us = locks.time()
     locks.zadd(f"{NAME}:starts", {"another": seconds * 1_000_000 + us})

@@ -21,6 +21,7 @@ from celery_setnx.lock.line import leave, park
 from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.lock.verbs import serve
 from celery_setnx.run import ends as ends_module
 from celery_setnx.run import sweep as sweep_module
 from celery_setnx.run.ends import Ends, ends_of_process
@@ -429,7 +430,7 @@ def test_call_that_leaves_its_line_with_its_turn_asks_for_a_look(paced, locks, m
     swept = Swept(monkeypatch, lambda: is_noted(paced, locks))
     lock = paced._guard.lock(Delivered(paced).request.call, Delivered(paced).request._arguments)
     first, _second = waits(paced, locks, "id-1"), waits(paced, locks, "id-2")
-    assert lock.serve(knows_terms=True).heir.task_id == "id-1"
+    assert serve(lock, knows_terms=True).heir.task_id == "id-1"
     locks.zadd(starts_name(lock.name), {f"{server_us(locks)}#{n}#1": server_us(locks) for n in (1, 2)})
     locks.expire(starts_name(lock.name), 60)
     ends = Ends()

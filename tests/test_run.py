@@ -27,9 +27,9 @@ from celery_setnx import (
 )
 from celery_setnx.call.back import ComesBack, Dropped
 from celery_setnx.call.message import Call
-from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock import held, verbs
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import park
-from celery_setnx.lock.lock import HeldLock
 from celery_setnx.lock.marks import Mark, done_by, mark_all
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import task_token
@@ -322,14 +322,14 @@ def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
 def test_disturbed_release_is_repeated_once(task, monkeypatch, caplog, times):
     """An error that is none of ours and none of Redis's: the lock is given back, if late by the keeper."""
     run = run_of(task)
-    release, disturbed = run.lock._release, iter(range(times))
+    release, disturbed = held.give_back, iter(range(times))
 
     def disturbing(*details: Any) -> Any:
         if next(disturbed, None) is not None:
             raise TypeError("an event that another has waited for")
         return release(*details)
 
-    monkeypatch.setattr(run.lock, "_release", disturbing)
+    monkeypatch.setattr(held, "give_back", disturbing)
     assert run.execute(lambda: "done") == "done"
     assert caplog.text.count("gives its lock setnx:{guarded} back once more") == 1
     assert ("was not released: an event" in caplog.text) == (times == 2)
@@ -353,7 +353,7 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
 
     monkeypatch.setattr(run, "_release_or_hold", noting)
     action = {"command": "cut_before", "reply": "drop_reply"}[lost]
-    with proxy.fault(action, containing=lock_module._RELEASE.sha.encode(), times=4):
+    with proxy.fault(action, containing=verbs.RELEASE.sha.encode(), times=4):
         assert run.execute(lambda: "done") == "done"
         assert "That is tried again until its lease of 30 s ends it." in caplog.text
         rival = SetnxLock(locks, KEY, lease=60).acquire().lock if lost == "reply" else None
@@ -371,7 +371,7 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
 @pytest.mark.parametrize("hold", [False, True], ids=["release", "hold"])
 def test_lock_is_lost_if_another_has_had_it_beside_the_body(task, proxy, locks, monkeypatch, hold, is_true):
     """Not if it came after: the release's reply is lost, and another acquires before it is sent again."""
-    script = (lock_module._HOLD if hold else lock_module._RELEASE).sha.encode()
+    script = (verbs.HOLD if hold else verbs.RELEASE).sha.encode()
     rival, warm = SetnxLock(locks, KEY, lease=60), SetnxLock(locks, "warm").acquire().lock
     assert warm.hold(1) == "held_for_retry"  # the server knows the scripts
     assert warm.release() == "held_for_retry"
@@ -439,7 +439,7 @@ def test_release_is_tried_until_redis_is_back(task, proxy, locks, caplog):
     SetnxLock(locks, "warm").acquire().lock.release()  # the server knows the script
     task.app.conf.setnx_url = proxy.url(LOCK_DB)
     run = run_of(task)
-    with proxy.fault("cut_before", containing=lock_module._RELEASE.sha.encode(), times=10**6) as outage:
+    with proxy.fault("cut_before", containing=verbs.RELEASE.sha.encode(), times=10**6) as outage:
         assert run.execute(lambda: "done") == "done"
         at_first = outage.struck
         wait_until(lambda: outage.struck > 2 * at_first, "it was tried once more, in vain")
@@ -470,7 +470,7 @@ def test_lock_of_a_call_that_is_gone_is_not_renewed(task, monkeypatch, caplog):
 def test_failing_release_keeps_the_bodys_own_error(task, monkeypatch, caplog):
     """What the task raised is what the caller sees."""
     run = run_of(task)
-    monkeypatch.setattr(run.lock, "_release", raising(SetnxError("no")))
+    monkeypatch.setattr(held, "give_back", raising(SetnxError("no")))
     with pytest.raises(ZeroDivisionError):
         run.execute(raising(ZeroDivisionError()))
     assert "] has ended, but its lock setnx:{guarded} was not released: no" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from celery_setnx.keys import digest
-from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock import verbs
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.look import Sighting, look
@@ -30,7 +30,9 @@ from celery_setnx.lock.record import PLAIN, Terms
 from celery_setnx.lock.scripts import Script
 from celery_setnx.lock.survey import BATCH, COMMANDS, drop, forget_starts, survey
 from celery_setnx.lock.takeover import TakeOver, last_take_over, note_take_over
+from celery_setnx.lock.verbs import serve
 from examples.embedded import EmbeddedServer
+from tests.conftest import LOCK_DB
 from tests.harness import age, lock_keys, server_us
 
 EACH = ("time", "zcount", "zrevrange")
@@ -315,7 +317,7 @@ def test_look_says_what_a_call_is_told(locks, limit):
             age(locks, KEY, 30)
         seen = look(locks, KEY, terms=Terms(limit))
         lock = SetnxLock(locks, KEY, limit=limit, mark=mark_name(KEY))
-        word, *_ = lock_module._acquire(lock, "new", "", "", ())
+        word = verbs.acquire(lock, token="new", dead="", call_id="", message=None).word
         assert seen.word == word == {"free": "acquired", "ended": "taken_over"}.get(state, state)
 
 
@@ -401,7 +403,7 @@ def test_call_to_which_a_permit_is_handed_counts_as_a_start(locks):
     """It is about to; if no start is left but that one, the next may be as soon as it has been."""
     start(locks, 1, limit=2)
     park(locks, Place(KEY, "t-9", 0, remember=60, terms=Terms(2, 2, 60.0)), since=time.time(), call="")
-    assert SetnxLock(locks, KEY, limit=2, line=True, rate=(2, 60)).serve(knows_terms=True).heir is not None
+    assert serve(SetnxLock(locks, KEY, limit=2, line=True, rate=(2, 60)), knows_terms=True).heir is not None
     seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=2, rate=(2, 60)).acquire()
     assert [holder.state for holder in seen.holders] == ["handed"]
     assert (seen.started, told.paced) == (2, True)
@@ -412,7 +414,7 @@ def test_next_start_is_soon_where_no_start_is_left_but_that_of_who_is_woken(lock
     """That one may not come: then somebody else may start."""
     park(locks, Place(KEY, "t-9", 0, remember=60, terms=Terms(2, 1, 60.0)), since=time.time(), call="")
     lock = SetnxLock(locks, KEY, limit=2, line=True, rate=(1, 60))
-    assert lock.serve(knows_terms=True).heir is not None
+    assert serve(lock, knows_terms=True).heir is not None
     seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=2, rate=(1, 60)).acquire()
     assert (seen.started, told.paced) == (1, True)
     assert seen.next_start - seen.server_time == pytest.approx(told.remaining_s) == pytest.approx(1.0)
@@ -532,6 +534,27 @@ def test_drop_deletes_lock_and_record(locks):
     assert drop(locks, look(locks, KEY))
     assert lock_keys(locks) == {mark_name(KEY)}
     assert held.release() == "lost"
+
+
+def test_drop_compares_bytes(server, locks):
+    """What another program has written may be no text, and stays if it has written since."""
+    with redis.Redis.from_url(server.url(LOCK_DB)) as client:
+        client.set(KEY, b"\xff\xfe", ex=60)
+        seen = look(client, KEY)
+        client.set(KEY, b"\xff\xff", ex=60)
+        assert not drop(client, seen)
+        client.set(KEY, b"\xff\xfe", ex=60)
+        assert drop(client, seen)
+    assert not locks.exists(KEY)
+
+
+def test_drop_deletes_nothing_if_the_record_has_changed(locks):
+    """The value may be the next holder's by chance."""
+    hold(locks)
+    seen = look(locks, KEY)
+    locks.append(record_name(KEY), "x")
+    assert not drop(locks, seen)
+    assert locks.exists(KEY, record_name(KEY)) == 2
 
 
 def test_drop_deletes_the_permit_that_was_seen(locks):

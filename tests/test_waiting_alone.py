@@ -17,8 +17,8 @@ from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER, wake, wake_all
 from celery_setnx.lock.line import have_begun, park
-from celery_setnx.lock.lock import Outcome
 from celery_setnx.lock.names import line_names, ticket_name
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.options import Options
 from celery_setnx.run import courier

@@ -21,7 +21,7 @@ from redis.exceptions import ResponseError
 from redis.retry import Retry
 
 from celery_setnx import SetnxLock
-from celery_setnx.lock.lock import renew_all
+from celery_setnx.lock.held import renew_all
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.scripts import Script
 from celery_setnx.lock.wire import ask, ask_many

@@ -15,7 +15,7 @@ from celery.exceptions import TaskRevokedError, TimeLimitExceeded, WorkerLostErr
 from celery.signals import after_task_publish
 
 from celery_setnx import AlreadyRunning, LockTimeout, is_skipped
-from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock import verbs
 from celery_setnx.lock.names import mark_name
 from celery_setnx.testing import pass_time
 from tests.conftest import LOCK_DB
@@ -236,7 +236,7 @@ def test_lapsed_mark_drops_no_task(tasks, journal, locks, parked, worker, name, 
 
 def test_unguarded_run_frees_its_mark_when_it_is_over(tasks, journal, gates, locks, way):
     """on_redis_error="run": nothing could end the mark at the start, so the end of the run does."""
-    acquire = lock_module._ACQUIRE.sha.encode()
+    acquire = verbs.ACQUIRE.sha.encode()
     with way.fault("answer", containing=acquire, times=2, reply=b"-LOADING not yet\r\n"):
         options = {"on_redis_error": "run"}
         result = tasks.started.apply_async(["gated"], queue="by-way", singleton=options)
@@ -251,7 +251,7 @@ def test_unguarded_run_frees_its_mark_when_it_is_over(tasks, journal, gates, loc
 def test_lost_replies_are_no_lapse(tasks, journal, locks, way):
     """The worker asks again after a lost reply, and knows that the mark was its own."""
     tasks.started.apply_async(["warm"], queue="by-way").get(timeout=60)
-    with way.fault("drop_reply", containing=lock_module._ACQUIRE.sha.encode()):
+    with way.fault("drop_reply", containing=verbs.ACQUIRE.sha.encode()):
         assert tasks.started.apply_async(["a"], queue="by-way").get(timeout=60) == "a"
     assert journal.entries(what="lapsed") == []
 

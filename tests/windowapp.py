@@ -12,8 +12,9 @@ from typing import Any
 from celery import Celery
 
 from celery_setnx import SingletonTask, current_lock
-from celery_setnx.lock.lock import HeldLock, Released
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.marks import done_by
+from celery_setnx.lock.verbs import Released
 from tests.app import control, journal, make_app
 from tests.doneapp import Unwritable
 

@@ -36,12 +36,13 @@ from celery_setnx.lock.line import (
     note_due,
     score_of,
 )
-from celery_setnx.lock.lock import HAND_OVER_S, MOST_PERMITS, SetnxLock
+from celery_setnx.lock.lock import MOST_PERMITS, SetnxLock
 from celery_setnx.lock.names import end_name, line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, Served
 from celery_setnx.lock.scripts import reply_to
 from celery_setnx.lock.takeover import TakeOver, note_take_over
+from celery_setnx.lock.verbs import HAND_OVER_S, serve
 from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.signals import lock_taken_over
@@ -226,10 +227,10 @@ def let_others_start(app: Celery, task: str, lock: SetnxLock) -> None:
 def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., Served]:
     """What serves the line of a lock, on the terms of its task if that is known here."""
     if guard is None:
-        return SetnxLock(client, key, lease=HAND_OVER_S, line=True).serve
+        return partial(serve, SetnxLock(client, key, lease=HAND_OVER_S, line=True))
     options = guard.options
     lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=options.rate)
-    return partial(lock.serve, knows_terms=True)
+    return partial(serve, lock, knows_terms=True)
 
 
 def place_of(app: Celery, call: Call, remember: float) -> Place:

@@ -321,7 +321,7 @@ def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
         return word != "line", ["nothing holds its lock.", *in_line]
     if word == "line":
         return False, [f"{holder}'s lease ended; the first in line takes its {lock} over.", *in_line]
-    if not sighting.has_ended(found):
+    if not found.has_ended(sighting.server_time):
         return True, [_dead(options, found), *who, "Workers on other hosts wait until its lease ends."]
     late = span(sighting.server_time - (found.deadline or 0.0))
     return True, [f"{holder}'s lease ended {late} ago; the call takes its {lock} over.", *who]

@@ -14,8 +14,9 @@ from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.doctor.app import findings_at_start
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_instead, settle
-from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.lock.names import (
     due_names,
@@ -32,6 +33,7 @@ from celery_setnx.lock.names import (
 from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, reply_of_each
+from celery_setnx.lock.verbs import serve
 from celery_setnx.lock.wire import hang_up
 from celery_setnx.log import Log
 from celery_setnx.options import settings_of
@@ -128,7 +130,7 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
     held.release()
     if not lock.heirs:
         raise LockRefused(held.key, "a release does not hand it over: ZRANGEBYSCORE is forbidden")
-    another.serve()
+    serve(another)
     if another.acquire(token=task_token(first.task_id, 0, "0")).acquired:
         another.release()
     leave(client, first, copy=ORIGINAL)

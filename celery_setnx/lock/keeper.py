@@ -21,7 +21,7 @@ from typing import Any
 import redis
 
 from celery_setnx.exceptions import SetnxError
-from celery_setnx.lock.lock import HeldLock, renew_all
+from celery_setnx.lock.held import HeldLock, renew_all
 from celery_setnx.lock.record import task_of
 from celery_setnx.log import Log, fields, hand_lines_to, say_loudly
 from celery_setnx.threads import Lasting, greenlets, is_killed

@@ -29,12 +29,20 @@ from celery_setnx.lock.names import (
     record_name,
     ticket_name,
 )
-from celery_setnx.lock.record import ENDED, ORIGINAL, PLAIN, Holder, Terms, current_holder
-from celery_setnx.lock.scripts import PermitScript, Script, is_cluster, replies_to, reply_to, value_of
+from celery_setnx.lock.record import ENDED, ORIGINAL, PLAIN, Holder, Terms, holder_of
+from celery_setnx.lock.scripts import (
+    REDIS_ERRORS,
+    PermitScript,
+    Script,
+    is_cluster,
+    replies_to,
+    reply_to,
+    translated,
+    value_of,
+)
 
-_PARK, _LEAVE = PermitScript("park"), PermitScript("leave")
-_INSTEAD = Script("instead")
-_DUE, _SWEEP, _SETTLE = Script("due"), Script("sweep"), Script("settle")
+PARK, LEAVE = PermitScript("park"), PermitScript("leave")
+DUE, SWEEP, SETTLE = Script("due"), Script("sweep"), Script("settle")
 
 _TICKET = re.compile(r"(\d+)\|(.*)\|(\d+)", re.DOTALL)
 _WAITS = re.compile(r"\d+\|\d+\|(.*)", re.DOTALL)  # with a + behind the first number a wake-up is on its way
@@ -107,8 +115,10 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
     argv = (*waiter, _remember_ms(place), place.terms or 0, *_said(place))
-    word, now_us, value, record, rank = _PARK.of(client, place.key, _keys(place), place.terms or PLAIN, *argv)
-    return Found(word, int(rank), current_holder(now_us, value, record), int(now_us) / 1e6)
+    limit = (place.terms or PLAIN).limit
+    word, now_us, value, record, rank = PARK.of(client, place.key, _keys(place), limit, *argv)
+    now, holder = int(now_us) / 1e6, holder_of(value, record)
+    return Found(word, int(rank), None if holder and holder.has_ended(now) else holder, now)
 
 
 def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
@@ -118,7 +128,7 @@ def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
     started, in which case nothing was changed.
     """
     argv = (place.task_id, place.attempt, copy, _remember_ms(place), *_said(place))
-    reply = _LEAVE.of(client, place.key, _keys(place), place.terms or PLAIN, *argv)
+    reply = LEAVE.of(client, place.key, _keys(place), (place.terms or PLAIN).limit, *argv)
     return str(reply[0])
 
 
@@ -138,7 +148,13 @@ def goes_on(client: redis.Redis, place: Place, *, copy: str) -> bool:
 
 def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:
     """Which task runs in the stead of one that has died, for all who wait for it: the first who asks."""
-    return str(_INSTEAD(client, (instead_name(place.key, of),), place.task_id, _remember_ms(place))[0])
+    name = instead_name(place.key, of)
+    note = ("SET", name, place.task_id, "NX", "PX", str(_remember_ms(place)))
+    replies = replies_to(client, [note, ("GET", name)])
+    for reply in replies:
+        if isinstance(reply, REDIS_ERRORS):
+            raise translated(name, reply)
+    return place.task_id if replies[1] is None else _text(replies[1])  # it is forgotten by now
 
 
 def has_begun_s(client: redis.Redis, place: Place) -> float:
@@ -238,7 +254,7 @@ class Claimed(NamedTuple):
 def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> str:
     """Have a worker that has the task look at a line within so many seconds: the epoch of Redis' data."""
     names = due_names(lines, task, in_cluster=is_cluster(client))
-    return str(_DUE(client, names, key, round(within * 1e6), _LINES_MS, _new_epoch())[0])
+    return str(DUE(client, names, key, round(within * 1e6), _LINES_MS, _new_epoch())[0])
 
 
 def claim(client: redis.Redis, lines: str, tasks: Iterable[str], paced: Collection[str] = ()) -> Claimed:
@@ -258,7 +274,7 @@ def claim(client: redis.Redis, lines: str, tasks: Iterable[str], paced: Collecti
     found: list[tuple[str, str]] = []
     due_s: list[float] = []
     are_more, error = False, None
-    for (_named, of), reply in zip(in_slots.values(), _SWEEP.many(client, asked)):
+    for (_named, of), reply in zip(in_slots.values(), SWEEP.many(client, asked)):
         if not isinstance(reply, list):
             error = reply
             continue
@@ -281,7 +297,7 @@ def settle(
     """
     within_us = "" if within is None else round(within * 1e6)
     name, _epoch = due_names(lines, task, in_cluster=is_cluster(client))
-    _word, due_us = _SETTLE(client, (name,), key, claimed.slots[task].until_us, within_us)
+    _word, due_us = SETTLE(client, (name,), key, claimed.slots[task].until_us, within_us)
     return int(due_us) / 1e6 if due_us else None
 
 
@@ -305,7 +321,7 @@ def score_of(client: redis.Redis, name: str, member: str) -> float | None:
 
 def note_lines(client: redis.Redis, prefix: str, broker: str) -> None:
     """Note that workers of a broker sweep lines under a prefix."""
-    _DUE(client, (KNOWN_LINES,), f"{prefix}\n{broker}", 0, _LINES_MS, "")
+    DUE(client, (KNOWN_LINES,), f"{prefix}\n{broker}", 0, _LINES_MS, "")
 
 
 def known_lines(client: redis.Redis) -> list[tuple[str, str]]:

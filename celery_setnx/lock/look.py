@@ -25,7 +25,7 @@ from celery_setnx.lock.scripts import Script
 WAITERS = 100
 """Of how many of those who wait a look tells at most."""
 
-_LOOK = Script("look")
+LOOK = Script("look")
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Sighting:
 
         def order(holder: Holder) -> tuple[int, float]:
             died = holder.state == "running" and fate_of(holder.info) == "dead"
-            if self.has_ended(holder):
+            if holder.has_ended(self.server_time):
                 return 0, holder.since or 0.0
             return 1 if died else 2 if holder.deadline is None else 3, holder.since or 0.0
 
@@ -156,14 +156,10 @@ class Sighting:
         since = self.holder.since if self.holder else None
         return None if since is None else max(0.0, self.server_time - since)
 
-    def has_ended(self, holder: Holder) -> bool:
-        """Whether a holder's deadline has passed."""
-        return holder.deadline is not None and holder.deadline <= self.server_time
-
     @property
     def is_stale(self) -> bool:
         """True if a deadline has passed and the lock is still there: the next call takes it over."""
-        return self.holder is not None and self.has_ended(self.holder)
+        return self.holder is not None and self.holder.has_ended(self.server_time)
 
     @cached_property
     def process(self) -> Literal["alive", "dead", "unknown"] | None:
@@ -178,7 +174,7 @@ class Sighting:
     @property
     def living(self) -> list[Holder]:
         """Who holds its permits and keeps others out, by number: those whose deadlines have not passed."""
-        return [holder for holder in self.holders if not self.has_ended(holder)]
+        return [holder for holder in self.holders if not holder.has_ended(self.server_time)]
 
     @property
     def longest(self) -> Holder | None:
@@ -262,7 +258,7 @@ def look_at_each(
     found: dict[str, Any] = {}
     counts = dict(locks)
     while counts:
-        replies = _LOOK.many(client, [(_keys(key, count), argv) for key, count in counts.items()])
+        replies = LOOK.many(client, [(_keys(key, count), argv) for key, count in counts.items()])
         found.update(zip(counts, replies))
         asked = zip(counts, replies)
         counts = {

@@ -16,14 +16,14 @@ import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.names import done_name, line_names, mark_name, other_permits, record_name
-from celery_setnx.lock.record import Holder, parse_holder, task_of
+from celery_setnx.lock.record import Holder, holder_of, task_of
 from celery_setnx.lock.scripts import Script, value_of
+from celery_setnx.lock.verbs import IfSame, if_same
 
 GRACE_S = 10.0
 """Seconds for which a mark lasts until its message is known to be sent."""
 
-_MARK, _FORGET = Script("mark"), Script("forget")
-_EXTEND, _UNMARK = Script("extend"), Script("unmark")
+MARK, FORGET = Script("mark"), Script("forget")
 
 
 def grace_s(lease: float) -> float:
@@ -82,7 +82,7 @@ def mark_all(
         others = other_permits(mark.key, limit)
         keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0], done_name(mark.key))
         calls.append(((*keys, *others), (mark.task_id, lease_ms, dedupe)))
-    replies = _MARK.many(client, calls)  # each [word, task id, now us, lock value, record]
+    replies = MARK.many(client, calls)  # each [word, task id, now us, lock value, record]
     return [_marked(reply) if isinstance(reply, list) else reply for reply in replies]
 
 
@@ -112,40 +112,42 @@ def forget_done(client: redis.Redis, failures: Sequence[Failure]) -> LockUnavail
     for key, token, limit in failures:
         records = other_permits(key, limit)[1::2]
         calls.append(((done_name(key), record_name(key), *records), (token,)))
-    return _first_error(_FORGET.many(client, calls))
+    return _first_error(FORGET.many(client, calls))
 
 
 def forget_each(
     client: redis.Redis, successes: Sequence[tuple[str, str]]
 ) -> list[bool | LockUnavailable | LockRefused]:
     """Forget by hand that runs, by key and token, have succeeded: for each whether it counted until now."""
-    replies = _UNMARK.many(client, [((done_name(key),), (token,)) for key, token in successes])
-    return [reply[0] == "freed" if isinstance(reply, list) else reply for reply in replies]
+    return if_same(client, [IfSame((done_name(key),), (token,)) for key, token in successes])
 
 
 def extend_all(
     client: redis.Redis, marks: Sequence[Mark], leases: Sequence[float]
 ) -> LockUnavailable | LockRefused | None:
     """Let many marks last for their leases in seconds, where they are their tasks' still; the first error."""
-    calls = [((mark.name,), (mark.task_id, int(lease * 1000))) for mark, lease in zip(marks, leases)]
-    return _first_error(_EXTEND.many(client, calls))
+    cases = [IfSame((mark.name,), (mark.task_id,), lease) for mark, lease in zip(marks, leases)]
+    return _first_error(if_same(client, cases))
 
 
 def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
     """Free many marks, where they are their tasks' still; the first error: the others lapse by themselves."""
-    return _first_error(_UNMARK.many(client, [((mark.name,), (mark.task_id,)) for mark in marks]))
+    return _first_error(if_same(client, [IfSame((mark.name,), (mark.task_id,)) for mark in marks]))
 
 
 def free_if_marked(client: redis.Redis, mark: Mark) -> bool:
     """Free a mark; False if it is not its task's any more."""
-    return bool(_UNMARK(client, (mark.name,), mark.task_id)[0] == "freed")
+    (is_freed,) = if_same(client, [IfSame((mark.name,), (mark.task_id,))])
+    if not isinstance(is_freed, bool):
+        raise is_freed
+    return is_freed
 
 
 def _marked(reply: list[Any]) -> Marked:
-    word, task_id, now_us, value, record = reply
+    word, task_id, _, value, record = reply
     if word == "stalled":
         return Marked(task_id, "queued", stalled=True)
-    return Marked(task_id, word, parse_holder(record, value, int(now_us)) if word == "running" else None)
+    return Marked(task_id, word, holder_of(value, record))
 
 
 def _first_error(replies: Sequence[Any]) -> LockUnavailable | LockRefused | None:

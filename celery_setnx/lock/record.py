@@ -179,6 +179,10 @@ class Holder:
         pid = self.info.get("pid")
         return pid if isinstance(pid, int) else None
 
+    def has_ended(self, server_time: float) -> bool:
+        """Whether its deadline has passed by the server's clock (Unix seconds)."""
+        return self.deadline is not None and self.deadline <= server_time
+
     def as_dict(self) -> dict[str, Any]:
         """The record as plain JSON values."""
         return {
@@ -239,18 +243,6 @@ def parse_terms(text: str) -> Terms:
     limit, _, rate = text.partition(":")
     starts, _, period_us = rate.partition("/")
     return Terms(int(limit), int(starts or 0), int(period_us or 0) / US)
-
-
-def parse_holder(record: str | None, value: str | None, now_us: int) -> Holder | None:
-    """To be merged."""
-    return holder_of(value, record) if value is not None else None
-
-
-def current_holder(now_us: str, value: str | None, record: str | None) -> Holder | None:
-    """Who holds a lock at a time; None if it is free, or its deadline has passed."""
-    found = holder_of(value, record)
-    expired = found is not None and found.deadline is not None and found.deadline <= int(now_us) / US
-    return None if expired else found
 
 
 def _info(text: str, token: str) -> dict[str, Any]:

@@ -27,8 +27,7 @@ from redis.exceptions import (
 )
 
 from celery_setnx.exceptions import LockForbidden, LockRefused, LockUnavailable, is_misled
-from celery_setnx.lock.names import other_permits, starts_name
-from celery_setnx.lock.record import PLAIN, Terms
+from celery_setnx.lock.names import other_permits
 from celery_setnx.lock.wire import ask, ask_many
 
 # Replies that a healthy server stops giving by itself: by redis-py's class, by code, and as Redis 6.2 quotes
@@ -122,13 +121,13 @@ class Script:
         return [self._settled(client, call, reply) for call, reply in zip(calls, replies)]
 
     def _settled(self, client: Any, call: Call, reply: Any) -> Settled:
+        if not isinstance(reply, Exception):
+            return _texts(reply)
         # Its slot is another node's, or on its way there: the cluster's client follows it.
-        moved = is_cluster(client) and isinstance(reply, (AskError, TryAgainError))
+        moved = isinstance(reply, (AskError, TryAgainError)) and is_cluster(client)
         if moved or isinstance(reply, NoScriptError):
             return self._once(client, *call)
-        if isinstance(reply, REDIS_ERRORS):
-            return self._translated(call[0][0], reply)
-        return _texts(reply)
+        return self._translated(call[0][0], reply)
 
     def _translated(self, name: str, error: Exception) -> LockUnavailable | LockRefused:
         refused = _UNNAMED.search(str(error))
@@ -150,24 +149,13 @@ class Script:
 
 
 class PermitScript(Script):
-    """A verb that may be about any of a lock's permits.
+    """A verb that may be about any of a lock's permits."""
 
-    One that asks their pace is told of their starts wherever it is told of several permits, or of a rate.
-    """
-
-    def __init__(self, verb: str, *, asks_pace: bool = False) -> None:
-        super().__init__(verb)
-        self.asks_pace = asks_pace
-
-    def of(self, client: Any, name: str, keys: Keys, terms: Terms, *arguments: Any) -> list[Any]:
+    def of(self, client: Any, name: str, keys: Keys, limit: int, *arguments: Any) -> list[Any]:
         """Run it for the lock of a name, told of so many permits; of more, if more are in use."""
-        starts = (starts_name(name),) if self.asks_pace else ()
-        reply, count = ["more"], terms.limit
-        if terms == PLAIN:
-            reply = self(client, keys, *arguments)
+        reply: list[Any] = ["more", limit]
         while reply[0] == "more":
-            count = int(reply[1]) if len(reply) > 1 else count
-            reply = self(client, keys + starts + other_permits(name, count), *arguments)
+            reply = self(client, keys + other_permits(name, int(reply[1])), *arguments)
         return reply
 
 

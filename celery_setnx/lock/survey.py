@@ -12,7 +12,8 @@ import redis
 from celery_setnx.lock.look import Sighting, look_at_each
 from celery_setnx.lock.names import permit_names, starts_name
 from celery_setnx.lock.record import US
-from celery_setnx.lock.scripts import Script, reply_to
+from celery_setnx.lock.scripts import reply_to
+from celery_setnx.lock.verbs import IfSame, if_same
 
 BATCH = 1000
 """Locks that are looked at in one round trip, and names that one SCAN looks at."""
@@ -28,7 +29,6 @@ BEAT = "celery.beat:"
 
 _GLOB = re.compile(r"([\\*?\[\]^-])")
 _BESIDE = re.compile(r"(.*})(|:queued|:line|:starts|#([1-9]\d?))", re.DOTALL)
-_DROP = Script("drop")
 
 
 def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting]:
@@ -61,10 +61,13 @@ def drop(client: redis.Redis, seen: Sighting) -> bool:
     holder = seen.holder
     if holder is None:
         return False
-    said = holder.value, "" if holder.state == "foreign" else holder.record
-    value, record = (text.encode("utf-8", "surrogateescape") for text in said)
-    (word,) = _DROP(client, permit_names(seen.key, holder.permit), value, record)
-    return bool(word == "dropped")
+    said = (holder.value, holder.record)[: 1 if holder.state == "foreign" else 2]  # which has no record
+    values = tuple(text.encode("utf-8", "surrogateescape") for text in said)
+    names = permit_names(seen.key, holder.permit)[: len(values)]
+    (is_done,) = if_same(client, [IfSame(names, values)])
+    if not isinstance(is_done, bool):
+        raise is_done
+    return is_done
 
 
 def forget_starts(client: redis.Redis, seen: Sighting) -> int:

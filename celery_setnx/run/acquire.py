@@ -22,11 +22,14 @@ from celery_setnx.call.message import Call, retries_of
 from celery_setnx.call.wake import leave_line, let_others_start, look_within
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable, SetnxError
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import BEGUN_S
-from celery_setnx.lock.lock import AHEAD_S, HAND_OVER_S, HeldLock, Outcome
+from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import ENDED, ORIGINAL, Holder, task_token
+from celery_setnx.lock.verbs import HAND_OVER_S
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.conflict import Conflict, backoff, policy_of
 from celery_setnx.run.join import holders_end, joined_by

@@ -13,7 +13,7 @@ from celery_setnx.call.back import come_back
 from celery_setnx.call.guard import is_singleton
 from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
-from celery_setnx.lock.lock import Outcome
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Holder
 from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s

@@ -40,7 +40,7 @@ from celery_setnx.call.wake import (
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock.line import Found, park
-from celery_setnx.lock.lock import Outcome
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options

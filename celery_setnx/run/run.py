@@ -36,12 +36,14 @@ from celery_setnx.call.message import Call, RunningCall, has_random_id
 from celery_setnx.call.wake import report_take_over
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
-from celery_setnx.lock.lock import HeldLock, Outcome, Released
 from celery_setnx.lock.marks import Mark, extend_all, free_all
+from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.lock.verbs import Released
 from celery_setnx.log import Log, fields
 from celery_setnx.options import LONGEST_S, UNSET
 from celery_setnx.run.acquire import Asking

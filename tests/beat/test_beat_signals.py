@@ -21,14 +21,17 @@ from celery.apps.beat import Beat
 from celery.signals import beat_init
 
 import celery_setnx.beat
+import celery_setnx.lock.held
 import celery_setnx.lock.lock
+import celery_setnx.lock.verbs
 from celery_setnx.beat import HotStandby
 from tests import forks
 from tests.beat.beats import HOT_STANDBY, LOCK, QUEUE, assert_clean
 from tests.bounds import bound
 from tests.harness import wait_until
 
-LOOP = {module.__file__ for module in (celery.beat, celery_setnx.beat, celery_setnx.lock.lock, shelve)}
+OURS = (celery_setnx.beat, celery_setnx.lock.lock, celery_setnx.lock.held, celery_setnx.lock.verbs)
+LOOP = {module.__file__ for module in (celery.beat, *OURS, shelve)}
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 STOPS, SIDE_BY_SIDE, WITHIN_S = 200, 8, 0.15
 

@@ -13,9 +13,11 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
-from celery_setnx.lock import lock as lock_module
+from celery_setnx.lock import verbs
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import Keeper
-from celery_setnx.lock.lock import HeldLock, Outcome, SetnxLock
+from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.outcome import Outcome
 from tests.chaos import flaws
 from tests.chaos.history import History, note_renewals
 
@@ -59,7 +61,7 @@ class Bare:
         self._ending = False
         signal.signal(signal.SIGTERM, self._end)
         note_renewals(self._note)
-        self._acquire, lock_module._acquire = lock_module._acquire, self._note_the_reply
+        self._acquire, verbs.acquire = verbs.acquire, self._note_the_reply
 
     def run(self) -> None:
         """Work until told to end."""

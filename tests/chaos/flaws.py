@@ -11,12 +11,15 @@ from celery_setnx import request as request_module
 from celery_setnx.call import wake as wake_module
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
+from celery_setnx.lock import held as held_module
 from celery_setnx.lock import keeper as keeper_module
 from celery_setnx.lock import line as line_module
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock import scripts as scripts_module
+from celery_setnx.lock import verbs as verbs_module
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import Keeper
-from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.run import acquire as acquire_module
 from celery_setnx.run import courier as courier_module
 from celery_setnx.run import park as park_module
@@ -61,7 +64,11 @@ ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     # A script that the server has forgotten is not sent again.
     "no_resend": [(scripts_module, "NoScriptError", type("Never", (Exception,), {}))],
     # The local deadline is ignored: what was granted once counts for ever.
-    "no_deadline": [(SetnxLock, "_valid_until", lambda *_arguments: 1e12), (HeldLock, "ensure", _nothing)],
+    "no_deadline": [
+        (lock_module, "local_deadline", lambda *_arguments: 1e12),
+        (held_module, "local_deadline", lambda *_arguments: 1e12),
+        (HeldLock, "ensure", _nothing),
+    ],
     # Couriers come, do nothing, and do not come again.
     "no_courier": [(courier_module, "_visit", _nothing)],
     # No worker looks at any line, nor notices that Redis has lost its data.
@@ -91,7 +98,7 @@ def _put(owner: Any, attribute: str, instead: Any) -> Any:
 
 def _script(verb: str) -> Any:
     """A verb's script."""
-    return getattr(line_module if verb == "settle" else lock_module, f"_{verb.upper()}")
+    return getattr(line_module if verb == "settle" else verbs_module, verb.upper())
 
 
 def _set_text(script: Any, text: str) -> None:
@@ -114,13 +121,13 @@ def no_deadline_check() -> None:
     """Acquire does not ask whether the lease was over before the reply came."""
     source = textwrap.dedent(inspect.getsource(SetnxLock._now_held))
     namespace = dict(vars(lock_module))
-    exec(_replace(source, "if after >= held._valid_until:", "if False:"), namespace)
+    exec(_replace(source, "if after >= until:", "if False:"), namespace)
     _put(SetnxLock, "_now_held", namespace["_now_held"])
 
 
 def client_clock() -> None:
     """The worker's clock decides, not the server's."""
-    script = lock_module._ACQUIRE
+    script = verbs_module.ACQUIRE
     template = script.text
     _replace(template, _CLOCK, "")
 
@@ -128,7 +135,7 @@ def client_clock() -> None:
         _set_text(script, template.replace(_CLOCK, f"local time = {{'{time.time():.0f}', '0'}}"))
         return acquire(*arguments, **options)
 
-    acquire = _put(lock_module, "_acquire", by_own_clock)
+    acquire = _put(verbs_module, "acquire", by_own_clock)
 
 
 def renewal_gives_up() -> None:

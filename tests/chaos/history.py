@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from celery_setnx.lock.lock import HeldLock
+from celery_setnx.lock.held import HeldLock
 
 Record = dict[str, Any]
 Span = tuple[float, float]

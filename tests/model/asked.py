@@ -271,7 +271,7 @@ def _marks(call: Call, draw: random.Random) -> Call:
     mark = draw.choice((*TASKS, task, task, task))
     tokens = [at(call.store, number).holder.token for number in range(1 + len(call.store.others))]
     done = draw.choice((*TASKS, *TOKENS, *own, *own, *filter(None, tokens)))
-    if call.name in ("mark", "extend", "unmark", "forget") and draw.random() < 0.1:
+    if call.name in ("mark", "if_same", "forget") and draw.random() < 0.1:
         mark = done = NOT_A_STRING
     marks = [None if draw.random() < 0.2 else Mark(text, expiry) for text in (mark, done)]
     return call._replace(store=call.store._replace(mark=marks[0], done=marks[1]))
@@ -361,7 +361,7 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
         },
         "free": {1: remember},
         "mark": {1: (1, 90_000), 2: ("until_started", "until_done", "dedupe_for")},
-        "extend": {1: (1, 90_000)},
+        "if_same": {1: ("", "", 1, 90_000)},
         "look": {
             1: ("", "until_started", "until_done", "dedupe_for"), 2: ("", *tokens, *TOKENS[:2]), 3: (0, 1, 9)
         },
@@ -381,8 +381,7 @@ CHANGES: dict[str, tuple[Callable[[Call, random.Random], Call], ...]] = {
     "free": (_told, _permits, _terms),
     "look": (_told, _permits, _line, _marks, _terms),
     "mark": (_told, _permits, _line, _marks),
-    "extend": (_told, _marks),
-    "unmark": (_marks,),
+    "if_same": (_told, _marks),
     "forget": (_told, _permits, _marks),
     "serve": (_told, _permits, _line, _terms),
     "park": (_told, _permits, _line, _ticket, _terms),

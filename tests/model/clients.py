@@ -320,11 +320,11 @@ class Call(Ours):
         return world.run("mark", state, task_id=self.task, lease=self.grace // MS, dedupe=self.dedupe)
 
     def _extended(self, me: Client, state: State, world: World) -> Move:
-        store, reply = world.run("extend", state, task_id=self.task, lease=self.queue_lease // MS)
+        store, reply = world.run("if_same", state, task_id=self.task, lease=self.queue_lease // MS)
         after = DONE if me.at == "over" else me._replace(extends=False)
-        if reply[0] == "extended" and after is not DONE:
+        if reply[0] == "done" and after is not DONE:
             after = after._replace(marked_until=max(me.marked_until, state.now + self.queue_lease))
-        return Move(after, store, "extend", self.task, reply)
+        return Move(after, store, "if_same", self.task, reply)
 
     def _when_idle(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         store, reply = self.mark(state, world)
@@ -341,8 +341,8 @@ class Call(Ours):
         yield Move(me._replace(at="freeing"), state.store)  # the broker refuses it
 
     def _when_freeing(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        store, reply = world.run("unmark", state, task_id=self.task)
-        yield from self.answers(Client("freeing"), DONE, state, store, "unmark", self.task, reply)
+        store, reply = world.run("if_same", state, task_id=self.task)
+        yield from self.answers(Client("freeing"), DONE, state, store, "if_same", self.task, reply)
 
     def _when_queued(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
         return self._when_sent(me._replace(at="sent", sent=state.now), index, state, world)

@@ -28,17 +28,31 @@ KNOWN_WORDS = {
     "free": "released repaired gone lost more",
     "look": "more",  # or the time, and then what a call would be told
     "mark": "marked queued stalled running done WRONGTYPE",
-    "extend": "extended lost WRONGTYPE",
-    "unmark": "freed lost WRONGTYPE",
+    "if_same": "done changed",
     "forget": "freed lost WRONGTYPE",
 }
 """What each script may answer first; ERR would be an error of its own."""
 
-REFUSES = ("held", "stale", "line", "more", "lost", "queued", "stalled", "running", "done", "taken", "again")
+REFUSES = (
+    *(
+        "held",
+        "stale",
+        "line",
+        "more",
+        "lost",
+        "queued",
+        "stalled",
+        "running",
+        "done",
+        "changed",
+        "taken",
+        "again",
+    ),
+)
 WRITES = [name for name, (_, writes, *_) in COMMANDS.items() if writes]
 NOT_TOLD = ("-", "0", "0", "0", "0", "1", "0", "0")
 """What an acquire has no words for, as its call has not waited, and has plain terms."""
-ALLOWED_ON_FULL = ("renew", "release", "hold", "park", "leave", "serve", "free", "extend", "unmark", "forget")
+ALLOWED_ON_FULL = ("renew", "release", "hold", "park", "leave", "serve", "free", "if_same", "forget")
 """What a server allows whose memory is full: none of these grants a lock."""
 
 
@@ -114,6 +128,8 @@ def changes_nothing_if_refused(script: Script, call: Call, found: Played) -> boo
     lingers = call.name == "acquire" and call.told[7] != "0"
     if found.word not in REFUSES or (lingers and found.word == "held") or call.name in ("serve", "forget"):
         return True
+    if call.name == "if_same" and found.word == "done":  # which is no refusal there
+        return True
     return _held(found.keys) == _held(dict(laid_out(call.store, call.now // MS)))
 
 
@@ -152,7 +168,7 @@ def expires(script: Script, call: Call, found: Played) -> bool:
 def _promised(call: Call, found: Played) -> Iterator[tuple[bytes, int, bool]]:
     """Which keys are to last for how long (ms) from now; exactly, or at least."""
     told, word = call.told, found.word
-    if call.name in ("mark", "extend") and word in ("marked", "extended"):
+    if word == "marked" or (call.name == "if_same" and word == "done" and told[1]):
         yield call.keys[2 if call.name == "mark" else 0], int(told[1]), False
     elif call.name in ("park", "leave") and word in ("new", "parked", "handed", "left"):
         remember = int(told[5 if call.name == "park" else 3])

@@ -30,8 +30,7 @@ VERBS = (
     "hold",
     "free",
     "mark",
-    "extend",
-    "unmark",
+    "if_same",
     "forget_done",
     "take_back",
 )

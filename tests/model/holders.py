@@ -122,15 +122,17 @@ def _waits_for_retry(permit: Store, task: str) -> bool:
 def _after_mark(call: Call, found: Played) -> Store:
     """The mark is the task's, and lasts for its lease at least."""
     store, due = before(call), call.now // MS + int(call.told[1])
-    if found.word not in ("marked", "extended"):
+    if found.word != ("marked" if call.name == "mark" else "done"):
         return store
     old = store.mark and store.mark.expiry
     return store._replace(mark=Mark(call.told[0], max(old or 0, due)))
 
 
-def _after_unmark(call: Call, found: Played) -> Store:
-    """The mark is gone."""
-    return before(call)._replace(mark=None) if found.word == "freed" else before(call)
+def _after_if_same(call: Call, found: Played) -> Store:
+    """The mark lasts, or is gone."""
+    if call.told[1]:
+        return _after_mark(call, found)
+    return before(call)._replace(mark=None) if found.word == "done" else before(call)
 
 
 _AFTER: dict[str, Callable[[Call, Played], Store]] = {
@@ -138,8 +140,7 @@ _AFTER: dict[str, Callable[[Call, Played], Store]] = {
     "renew": _after_renew,
     "hold": _after_hold,
     "mark": _after_mark,
-    "extend": _after_mark,
-    "unmark": _after_unmark,
+    "if_same": _after_if_same,
 }
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx.lock import line, lock, look, marks
+from celery_setnx.lock import line, look, marks, verbs
 from celery_setnx.lock.scripts import PermitScript
 
 CLOCK_KEY = "test:clock"
@@ -14,22 +14,21 @@ SECOND = 1_000_000
 # the places of those that are passed over.
 EPOCH = 3_000_000_000 * SECOND
 SCRIPTS = {
-    "acquire": (lock, "_ACQUIRE"),
-    "renew": (lock, "_RENEW"),
-    "release": (lock, "_RELEASE"),
-    "hold": (lock, "_HOLD"),
-    "free": (lock, "_FREE"),
-    "look": (look, "_LOOK"),
-    "mark": (marks, "_MARK"),
-    "extend": (marks, "_EXTEND"),
-    "unmark": (marks, "_UNMARK"),
-    "forget": (marks, "_FORGET"),
-    "serve": (lock, "_SERVE"),
-    "park": (line, "_PARK"),
-    "leave": (line, "_LEAVE"),
-    "due": (line, "_DUE"),
-    "sweep": (line, "_SWEEP"),
-    "settle": (line, "_SETTLE"),
+    "acquire": (verbs, "ACQUIRE"),
+    "renew": (verbs, "RENEW"),
+    "release": (verbs, "RELEASE"),
+    "hold": (verbs, "HOLD"),
+    "free": (verbs, "FREE"),
+    "look": (look, "LOOK"),
+    "mark": (marks, "MARK"),
+    "if_same": (verbs, "IF_SAME"),
+    "forget": (marks, "FORGET"),
+    "serve": (verbs, "SERVE"),
+    "park": (line, "PARK"),
+    "leave": (line, "LEAVE"),
+    "due": (line, "DUE"),
+    "sweep": (line, "SWEEP"),
+    "settle": (line, "SETTLE"),
 }
 
 

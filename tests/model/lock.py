@@ -183,13 +183,9 @@ class Lock:
         keys = (LOCK, RECORD, MARK, LINE, DONE, *others(count))
         return self._run("mark", store, now, keys, task_id, lease, dedupe)
 
-    def extend(self, store: Store, now: int, *, task_id: str, lease: int) -> Answer:
-        """lua/extend.lua."""
-        return self._run("extend", store, now, (MARK,), task_id, lease)
-
-    def unmark(self, store: Store, now: int, *, task_id: str) -> Answer:
-        """lua/unmark.lua."""
-        return self._run("unmark", store, now, (MARK,), task_id)
+    def if_same(self, store: Store, now: int, *, task_id: str, lease: int | str = "") -> Answer:
+        """lua/if_same.lua, of a mark: it lasts for a lease; or it is freed."""
+        return self._run("if_same", store, now, (MARK,), task_id, lease)
 
     def forget_done(self, store: Store, now: int, *, token: str, count: int = 1) -> Answer:
         """lua/forget.lua."""

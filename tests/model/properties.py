@@ -134,7 +134,7 @@ def fences_rise(world: World, before: State, event: Event, after: State) -> bool
     return fence == before.fence if event.reply[0] in ("again", "resumed") else fence > before.fence
 
 
-@caused_by("mark", "extend", "release")
+@caused_by("mark", "if_same", "release")
 def one_queued(world: World, before: State, event: Event, after: State) -> bool:
     """Of the calls whose marks have not lapsed at most one is queued (until_done: or running)."""
     queued = running = 0

@@ -115,12 +115,8 @@ def _of_mark(call: Call, store: Store) -> str | None:
     return "done" if dedupe == "dedupe_for" and succeeded not in (None, task) else "marked"
 
 
-def _of_extend(call: Call, store: Store) -> str:
-    return "extended" if store.mark is not None and store.mark.task_id == call.told[0] else "lost"
-
-
-def _of_unmark(call: Call, store: Store) -> str:
-    return "freed" if store.mark is not None and store.mark.task_id == call.told[0] else "lost"
+def _of_if_same(call: Call, store: Store) -> str:
+    return "done" if store.mark is not None and store.mark.task_id == call.told[0] else "changed"
 
 
 def is_anothers(call: Call, shared: str) -> bool:
@@ -193,8 +189,7 @@ _RULES: dict[str, Callable[[Call, Store], str | None]] = {
     "hold": _of_hold,
     "free": _of_free,
     "mark": _of_mark,
-    "extend": _of_extend,
-    "unmark": _of_unmark,
+    "if_same": _of_if_same,
     "leave": _of_leave,
     "park": _of_park,
 }

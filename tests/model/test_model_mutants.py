@@ -75,8 +75,8 @@ class FreesWhileItWaits(Call):
         return self._queued(me)._replace(at="waiving")
 
     def _when_waiving(self, me: Client, index: int, state: State, world: World) -> Iterator[Move]:
-        store, reply = world.run("unmark", state, task_id=self.task)
-        yield Move(self._queued(me), store, "unmark", self.task, reply)
+        store, reply = world.run("if_same", state, task_id=self.task)
+        yield Move(self._queued(me), store, "if_same", self.task, reply)
 
 
 class CountsFromReply(Ours):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import PASSED_OVER
-from celery_setnx.lock.lock import HeldLock
 from celery_setnx.lock.names import line_names
 from tests.simulation.scheduler import US, Process, World
 from tests.simulation.substitutes import Redis, monotonic

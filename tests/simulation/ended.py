@@ -8,7 +8,7 @@ from typing import Any
 
 from celery.states import READY_STATES, SUCCESS
 
-from celery_setnx.lock.lock import HeldLock
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.run.conflict import is_skipped
 from tests.simulation.scheduler import US, World
 from tests.simulation.substitutes import Redis

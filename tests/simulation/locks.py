@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from celery_setnx.exceptions import LockLost, LockUnavailable, SetnxError
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
-from celery_setnx.lock.lock import HeldLock, SetnxLock
+from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.process import identity
 from tests.simulation.checker import TOLD_S, Checker, Life
 from tests.simulation.scheduler import US, Process, World

@@ -17,7 +17,7 @@ import pytest
 from celery_setnx import request
 from celery_setnx.call import ended, fanout, guard, wake
 from celery_setnx.call.back import ComesBack, Waits
-from celery_setnx.lock import keeper, lock
+from celery_setnx.lock import held, keeper, lock, verbs
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
 from celery_setnx.options import UNSET
@@ -36,7 +36,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, script: Script, good: str, bad: str) 
 
 
 def release_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, lock._RELEASE, "if p.token ~= token then", "if not p.token then")
+    plant(monkeypatch, verbs.RELEASE, "if p.token ~= token then", "if not p.token then")
 
 
 def late_release_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,26 +47,23 @@ def late_release_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def deadline_from_the_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     """A holder counts its lease from the reply, and not from before it asked."""
 
-    def valid_until(self: Any, before: float, remaining_us: int) -> float:
+    def local_deadline(_before: float, remaining_us: int, _lease_s: float) -> float:
         return monotonic() + remaining_us / 1e6
 
-    monkeypatch.setattr(lock.SetnxLock, "_valid_until", valid_until)
+    for module in (lock, held):
+        monkeypatch.setattr(module, "local_deadline", local_deadline)
 
 
 def loss_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release that is asked twice, of a lock that Redis has lost meanwhile, raises a TypeError."""
-    word_of = lock.SetnxLock._word_of
+    parsed = verbs._ended
 
-    def raising(self: Any, ask: Any, *args: Any) -> Any:
-        def asked() -> Any:
-            reply = ask()
-            if len(reply) > 4:
-                int(reply[4])
-            return reply
+    def raising(reply: Any, rest_until_us: int) -> verbs.EndReply:
+        if len(reply) > 4 and not reply[3]:
+            int(reply[4])
+        return parsed(reply, rest_until_us)
 
-        return word_of(self, asked, *args)
-
-    monkeypatch.setattr(lock.SetnxLock, "_word_of", raising)
+    monkeypatch.setattr(verbs, "_ended", raising)
 
 
 def no_wakeup(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +121,7 @@ def joins_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def late_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first command of a call that waits by now comes late, and gets the lock that nobody hears of."""
-    plant(monkeypatch, lock._ACQUIRE, "(is_begun or begun_by == '' and is_first)", "is_begun")
+    plant(monkeypatch, verbs.ACQUIRE, "(is_begun or begun_by == '' and is_first)", "is_begun")
 
 
 def backend_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +167,7 @@ def late_release_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def another_since_is_a_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that another has acquired since its release is told as lost, if the release was asked twice."""
-    monkeypatch.setattr(lock.SetnxLock, "_word_of", lambda _lock, ask, *_args: ask()[0])
+    monkeypatch.setattr(held, "word_of", lambda _lock, ask, *_args: ask().word)
 
 
 def parked_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:

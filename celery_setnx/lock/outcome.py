@@ -1,0 +1,66 @@
+"""What becomes of an attempt to acquire a lock."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from celery_setnx.lock.held import HeldLock
+from celery_setnx.lock.record import US, Holder, Terms, task_of
+from celery_setnx.lock.verbs import AcquireReply
+
+
+class Outcome(NamedTuple):
+    """What became of an attempt to acquire a lock: a value, never an error.
+
+    Attributes:
+        acquired: True if the caller now holds the lock.
+        lock: The held lock, to be released once; None if another holds it.
+        taken_over_from: The dead holder's record, if its lock was taken over.
+        holder: The holder's record, if another holds the lock; of several, that of who has held it for
+            longest.
+        remaining_s: Seconds until the holder's deadline, of several the first one's; None if unknown.
+        server_time: The server's clock (Unix seconds) when it decided.
+        mark: Id of the task whose mark was found beside the lock. None if there was none, or if the lock
+            is not used with marks; a mark of the task's own ends when it acquires.
+        waiters: How many tasks wait in line.
+        stale: True if another message has started this very call: it is not to be run again.
+        ends_first: The holder whose deadline is the first; `holder`, where there is one permit only.
+        paced: True if a permit is free, or held for this task's retry, and no call may start before
+            `remaining_s` is over.
+    """
+
+    acquired: bool
+    lock: HeldLock | None = None
+    taken_over_from: Holder | None = None
+    holder: Holder | None = None
+    remaining_s: float | None = None
+    server_time: float = 0.0
+    mark: str | None = None
+    waiters: int = 0
+    stale: bool = False
+    ends_first: Holder | None = None
+    paced: bool = False
+
+
+def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
+    """That another holds the lock, or its pace allows no start, or another message has started the call."""
+    server_time, ends_first, longest = reply.now_us / US, reply.holder, reply.longest
+    if reply.word == "stale":
+        return Outcome(False, server_time=server_time, mark=reply.mark, stale=True)
+    if reply.word == "line":  # it is free for those who wait, and a worker will wake the first
+        return Outcome(False, holder=longest, server_time=server_time, waiters=reply.waiters)
+    if reply.word == "paced" and ends_first is None:
+        pace = {"pace": terms.pace}
+        longest = ends_first = Holder("", reply.deadline_us / US, 0, "paced", None, pace)
+    task_id = ends_first and ends_first.task_id
+    is_own = task_id is not None and task_id == task_of(token)
+    return Outcome(
+        False,
+        holder=ends_first if is_own else longest or ends_first,
+        ends_first=ends_first,
+        paced=reply.word == "paced",
+        remaining_s=(reply.deadline_us - reply.now_us) / US if reply.deadline_us else None,
+        server_time=server_time,
+        mark=reply.mark,
+        waiters=reply.waiters,
+    )

@@ -1,0 +1,280 @@
+"""The verbs of a lock: for each script in `lua/` that is about one, the function that runs it.
+
+What a function takes and returns is its script's contract. Here alone a lock's seconds become the scripts'
+microseconds and milliseconds, and replies become values with names. The verbs of the line and of the mark
+stand with their values, in `line.py` and `marks.py`; those of a beat and of tests with their one caller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import redis
+
+from celery_setnx.exceptions import LockRefused, LockUnavailable
+from celery_setnx.lock.names import (
+    done_name,
+    line_names,
+    mark_name,
+    permit_names,
+    permits_name,
+    starts_name,
+    ticket_name,
+)
+from celery_setnx.lock.record import ORIGINAL, PLAIN, US, Heir, Holder, Served, Terms, holder_of, task_of
+from celery_setnx.lock.scripts import PermitScript, Script
+
+ACQUIRE, SERVE, FREE = PermitScript("acquire"), PermitScript("serve"), PermitScript("free")
+RENEW, RELEASE, HOLD, IF_SAME = Script("renew"), Script("release"), Script("hold"), Script("if_same")
+
+HAND_OVER_S = 10.0
+"""Seconds for which a lock is kept at most for the task that is woken for it."""
+
+_JSON = json.JSONEncoder(separators=(",", ":"))
+_REMEMBER_RELEASE_MS = 60_000
+
+Error = LockUnavailable | LockRefused
+Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
+
+
+class NamedLock:
+    """A lock as its verbs and its holders know it: the names of its keys, its times and its terms.
+
+    Attributes:
+        record: Redis key of its record.
+        line: Those of its line and of the calls there; none for a plain lock without a line.
+        wakes: Whether the task that it is handed to will be woken.
+    """
+
+    client: redis.Redis
+    clock: Callable[[], float]
+    name: str
+    record: str
+    line: tuple[str, ...]
+    mark: str | None
+    wakes: bool
+    info: Mapping[str, Any] | str
+    lease_s: float
+    retention_s: float
+    limit: int
+    terms: Terms
+    heirs: list[Heir]
+    leaves_line: bool
+
+    def keys_of(self, permit: int) -> tuple[str, ...]:
+        """The keys of one permit; of one beside the first also what is known of all."""
+        if permit:
+            return (*permit_names(self.name, permit), permits_name(self.name))
+        return (self.name, self.record)
+
+
+class Permit(NamedTuple):
+    """One permit of a lock, and the token under which somebody has it."""
+
+    lock: NamedLock
+    number: int
+    token: str
+
+
+class Message(NamedTuple):
+    """What the message of a call says that may have waited, or may wait; see `SetnxLock.acquire`."""
+
+    copy: str
+    remember_s: float
+    linger_s: float
+    since: float
+    attempt: int
+    second: bool
+    shared: bool
+
+
+class AcquireReply(NamedTuple):
+    """What lua/acquire.lua found, which says more of each; times are the server's, in microseconds."""
+
+    word: str
+    deadline_us: int
+    fence: int
+    now_us: int
+    value: str | None = None
+    record: str | None = None
+    mark: str | None = None
+    waiters: int = 0
+    permit: int = 0
+    spare: int = 0
+    longest_value: str | None = None
+    longest_record: str | None = None
+    longest_permit: int = 0
+
+    @property
+    def holder(self) -> Holder | None:
+        """Who has, or had, the permit that was chosen."""
+        return holder_of(self.value, self.record, self.permit)
+
+    @property
+    def longest(self) -> Holder | None:
+        """Who has held a permit for longest, of several."""
+        return holder_of(self.longest_value, self.longest_record, self.longest_permit)
+
+
+def acquire(lock: NamedLock, *, token: str, dead: str, call_id: str, message: Message | None) -> AcquireReply:
+    """lua/acquire.lua: try to have a lock; a holder with the token `dead` is proved dead."""
+    if "\n" in token:
+        raise ValueError(f"a token must not contain a line break: {token!r}")
+    name, terms, told = lock.name, lock.terms, lock.info
+    keys: tuple[str, ...] = (name, lock.record)
+    if lock.line:
+        task_id = task_of(token)
+        ticket = ticket_name(name, token if task_id is None else task_id, call_id)
+        keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
+    info = told if isinstance(told, str) else _JSON.encode(told) if told else "{}"
+    lease_us, is_plain = round(lock.lease_s * US), terms == PLAIN
+    argv: tuple[Any, ...] = (token, lease_us, int(lock.retention_s * 1000), info, dead)
+    if message is not None:
+        copy, remember_s, linger_s, since, attempt, second, shared = message
+        remember_ms, linger_us, since_us = int(remember_s * 1000), round(linger_s * US), round(since * US)
+        argv += (copy, remember_ms, linger_us, since_us, attempt, terms, int(second), int(shared))
+    elif not is_plain:
+        argv += (ORIGINAL, 0, 0, 0, 0, terms, 0, 0)
+    reply: list[Any] = ACQUIRE(lock.client, keys, *argv) if is_plain else ["more", lock.limit]
+    if reply[0] == "more":
+        keys += (starts_name(name),)
+        reply = ACQUIRE.of(lock.client, name, keys, int(reply[1]), *argv)
+    if len(reply) >= 5:
+        reply[7] = int(reply[7])
+        return AcquireReply(*reply)
+    word, now, fence, *permit = reply  # it was free, and nobody waits
+    now_us = int(now)
+    return AcquireReply(word, now_us + lease_us, int(fence), now_us, permit=int(*permit))
+
+
+class RenewReply(NamedTuple):
+    """Whether a permit is held still: `renewed`, `repaired`, `gone` or `lost`. Times in microseconds."""
+
+    word: str
+    deadline_us: int
+    now_us: int
+    value: str | None
+
+
+def renew(client: Any, permits: Iterable[Permit]) -> list[RenewReply | Error]:
+    """lua/renew.lua, many times in one round trip: for each what became of it, or why that is not known."""
+    calls = [
+        (lock.keys_of(number), (token, round(lock.lease_s * US), int(lock.retention_s * 1000)))
+        for lock, number, token in permits
+    ]
+    return [RenewReply(*reply) if isinstance(reply, list) else reply for reply in RENEW.many(client, calls)]
+
+
+class EndReply(NamedTuple):
+    """What became of a permit that was to end.
+
+    Attributes:
+        word: As `HeldLock.release` has it.
+        now_us: The server's time, in microseconds; 0 if it says the word alone.
+        since_us: If another has it, since when.
+        heir: To whom it is handed, now or when it has rested.
+        leaves_line: Whether it may have left somebody in line.
+    """
+
+    word: Released
+    now_us: int = 0
+    since_us: int | None = None
+    heir: Heir | None = None
+    leaves_line: bool = False
+
+
+_RELEASED = EndReply("released")
+
+
+def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s: float) -> EndReply:
+    """lua/release.lua: give a permit back, mark the key again, note a success."""
+    lock, number, token = permit
+    keys, mark_ms, hand_over_us = lock.keys_of(number)[:2], 0, ""
+    if lock.line:
+        keys += lock.line
+        if number or done_for_s:  # a permit may rest for longer than what is known of permits would last
+            keys += (lock.mark or mark_name(lock.name), permits_name(lock.name))
+            keys += (done_name(lock.name),) if done_for_s else ()
+        elif lock.mark and mark_for_s:
+            keys += (lock.mark,)
+        if lock.mark:
+            mark_ms = int(mark_for_s * 1000)
+        # One beyond the limit, which was lowered, is handed to nobody; to whom when, where that is paced, is
+        # known to `serve` only.
+        if lock.wakes and number < lock.limit and not lock.terms.starts:
+            hand_over_us = str(round(min(HAND_OVER_S, lock.lease_s) * US))
+    argv = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, int(done_for_s * 1000))
+    reply = RELEASE(lock.client, keys, *argv)
+    return _RELEASED if len(reply) == 1 else _ended(reply, rest_until_us)
+
+
+def hold(permit: Permit, *, lease_s: float) -> EndReply:
+    """lua/hold.lua: keep a permit for its holder's retry."""
+    lock, number, token = permit
+    times = round(lease_s * US), int(lock.retention_s * 1000)
+    return _ended(HOLD(lock.client, lock.keys_of(number), token, *times), 0)
+
+
+def _ended(reply: Sequence[Any], rest_until_us: int) -> EndReply:
+    word, now_us, _value, *rest = reply
+    heir, detail = rest or (None, None)  # what it is woken with; without an heir, since when another has it
+    if not heir:
+        return EndReply(word, int(now_us), int(detail) if detail else None, leaves_line=True)
+    rest_s = (rest_until_us - now_us) / US if word == "resting" else 0.0
+    return EndReply(word, now_us, heir=Heir(heir, detail, rest_s), leaves_line=True)
+
+
+def free(lock: NamedLock, *, task_id: str) -> str:
+    """lua/free.lua: free a permit that is held for a task's retry: `released`, `repaired`, `gone`, `lost`."""
+    keys = (lock.name, lock.record, permits_name(lock.name))
+    return str(FREE.of(lock.client, lock.name, keys, lock.limit, task_id, _REMEMBER_RELEASE_MS)[0])
+
+
+def serve(
+    lock: NamedLock, *, dead: str = "", away: str = "", unsent: str = "", knows_terms: bool = False
+) -> Served:
+    """lua/serve.lua: hand the lock to the first in line, if nobody living has it.
+
+    `dead` as in `acquire`. `away` is a task for which the lock is kept, and which cannot come: it is passed
+    over. `unsent` was not woken: it has its place again, and nobody the lock. Unless the lock `knows_terms`,
+    those of the last call count that has asked for it.
+    """
+    name = lock.name
+    keys = (name, lock.record, *line_names(name), permits_name(name), starts_name(name))
+    lease_us, hand_over_us = round(lock.lease_s * US), round(min(HAND_OVER_S, lock.lease_s) * US)
+    argv: tuple[Any, ...] = (os.urandom(16).hex(), hand_over_us, _REMEMBER_RELEASE_MS, lease_us)
+    argv += (dead, away or unsent, "unsent" if unsent else "", lock.terms if knows_terms else 0)
+    reply = SERVE.of(lock.client, name, keys, lock.limit, *argv)
+    word, now, value, record, heir, call, next_us = reply
+    now_us = int(now)
+    found = holder_of(value, record)
+    look_in = max(0.0, (int(next_us) - now_us) / US) if next_us != "0" else None
+    if not heir:
+        return Served(None, found if word == "held" else None, look_in)
+    died = found if word == "taken_over" else None
+    heir = Heir(heir, call, taken_over_from=died, server_time=now_us / US if died else 0.0)
+    return Served(heir, None, look_in)
+
+
+class IfSame(NamedTuple):
+    """Keys that are to change if they have these values still.
+
+    Attributes:
+        values: Of each key; empty = it is not there.
+        last_s: Seconds from now for which they are to last at least. Defaults to None: they are deleted.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[str | bytes, ...]
+    last_s: float | None = None
+
+
+def if_same(client: Any, cases: Sequence[IfSame]) -> list[bool | Error]:
+    """lua/if_same.lua, many times in one round trip: for each whether the keys had these values still."""
+    calls = [
+        (keys, (*values, "" if last_s is None else int(last_s * 1000))) for keys, values, last_s in cases
+    ]
+    return [reply[0] == "done" if isinstance(reply, list) else reply for reply in IF_SAME.many(client, calls)]
