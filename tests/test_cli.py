@@ -225,7 +225,7 @@ def test_list_prints_its_rows_as_they_come(cli, monkeypatch):
     def many(*_args: Any, **_which: bool) -> Iterator[Sighting]:
         for key in keys:
             read[0] += 1
-            yield replace(seen, key=key)
+            yield seen._replace(key=key)
 
     monkeypatch.setattr(asked, "survey", many)
     said = screen.say

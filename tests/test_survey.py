@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -436,7 +435,7 @@ def test_look_is_read_whatever_a_reply_looks_like(server, locks, protocol, decod
     start(locks, 2)
     hold(locks)
     with redis.Redis.from_url(server.url(1), protocol=protocol, decode_responses=decode) as client:
-        assert replace(look(client, KEY), server_time=0.0) == replace(look(locks, KEY), server_time=0.0)
+        assert look(client, KEY)._replace(server_time=0.0) == look(locks, KEY)._replace(server_time=0.0)
         assert look(client, KEY).started == 2
 
 

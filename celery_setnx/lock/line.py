@@ -58,9 +58,6 @@ CLAIMED_AT_MOST = 100
 PASSED_OVER = 4_000_000_000_000_000
 """The least score of those in a line who are passed over."""
 
-IN_LINE = ("-inf", f"({PASSED_OVER}")
-"""The scores of those who wait; behind them are those that are passed over."""
-
 BEGUN_S = 7 * DAY_S
 """Seconds for which it is remembered that a call which has waited has begun."""
 

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.lock.names import (
-    done_name,
-    line_names,
-    mark_name,
-    other_permits,
-    permits_name,
-    record_name,
-    scope_and_digest,
-    starts_name,
-)
+from celery_setnx.lock.names import names_to_look_at, other_permits, scope_and_digest
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, holder_of, parse_terms, task_of
 from celery_setnx.lock.scripts import Script
@@ -28,8 +17,7 @@ WAITERS = 100
 LOOK = Script("look")
 
 
-@dataclass(frozen=True)
-class Sighting:
+class Sighting(NamedTuple):
     """What was seen of one lock, at one moment.
 
     Attributes:
@@ -95,13 +83,15 @@ class Sighting:
         """How many permits there are for newcomers."""
         return self.terms.limit
 
-    @cached_property
+    @property
     def holder(self) -> Holder | None:
         """Who has the lock, or had it until its deadline: see `is_stale`. None if it is free.
 
         Of several who needs a look first: one that will not come back, one whose lock never ends, or else the
         one that has held for longest.
         """
+        if len(self.holders) < 2:
+            return self.holders[0] if self.holders else None
 
         def order(holder: Holder) -> tuple[int, float]:
             died = holder.state == "running" and fate_of(holder.info) == "dead"
@@ -161,7 +151,7 @@ class Sighting:
         """True if a deadline has passed and the lock is still there: the next call takes it over."""
         return self.holder is not None and self.holder.has_ended(self.server_time)
 
-    @cached_property
+    @property
     def process(self) -> Literal["alive", "dead", "unknown"] | None:
         """What is known from here of the process that runs under the lock; None if nobody does."""
         return fate_of(self.holder.info) if self.holder and self.holder.state == "running" else None
@@ -187,12 +177,15 @@ class Sighting:
     @property
     def within(self) -> Sighting:
         """The same lock without the permits beyond the limit of who asks."""
-        return replace(self, holders=tuple(one for one in self.holders if one.permit < self.asked.limit))
+        return self._replace(holders=tuple(one for one in self.holders if one.permit < self.asked.limit))
 
     def of_each(self) -> Iterator[Sighting]:
         """The same lock as each of its holders has it."""
+        if len(self.holders) < 2:
+            yield from (self,) if self.holders else ()
+            return
         for holder in self.holders:
-            yield replace(self, holders=(holder,))
+            yield self._replace(holders=(holder,))
 
     @property
     def is_lock(self) -> bool:
@@ -258,7 +251,10 @@ def look_at_each(
     found: dict[str, Any] = {}
     counts = dict(locks)
     while counts:
-        replies = LOOK.many(client, [(_keys(key, count), argv) for key, count in counts.items()])
+        calls = [
+            ((*names_to_look_at(key), *other_permits(key, count)), argv) for key, count in counts.items()
+        ]
+        replies = LOOK.many(client, calls)
         found.update(zip(counts, replies))
         asked = zip(counts, replies)
         counts = {
@@ -267,20 +263,15 @@ def look_at_each(
     return [_sighting(key, found[key], terms) for key, _ in locks]
 
 
-def _keys(key: str, count: int) -> tuple[str, ...]:
-    return (
-        *(key, record_name(key), line_names(key)[0], permits_name(key), mark_name(key), done_name(key)),
-        *(starts_name(key), *other_permits(key, count)),
-    )
-
-
 def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnavailable | LockRefused:
     if not isinstance(reply, list):
         return reply  # type: ignore[no-any-return]
     now_us, word, permit, next_us, duplicate, original, noted, started, last_us, waiting, *rest = reply
-    mark, mark_ms, done, done_ms, count, permits, line = rest
-    told = [(value, holder_of(value, record, number)) for number, value, record in permits]
-    now = now_us / US
+    mark, mark_ms, done, done_ms, count, told, *texts = rest
+    told *= 3
+    triples = zip(texts[0:told:3], texts[1:told:3], texts[2:told:3])
+    holders = [(value, holder_of(value, record, number)) for number, value, record in triples]
+    line, now = texts[told:], now_us / US
     terms = parse_terms(noted)
     return Sighting(
         key=key,
@@ -300,8 +291,8 @@ def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnava
         done=done,
         done_counts_for_s=max(0, done_ms) / 1000 if done is not None else None,
         permits=count,
-        holders=tuple(holder for value, holder in told if holder and value is not None),
-        left=tuple(holder for value, holder in told if holder and value is None),
+        holders=tuple(holder for value, holder in holders if value is not None and holder),
+        left=tuple(holder for value, holder in holders if value is None and holder),
         waiters=tuple(
             Waiter(task_id, place, float(since_us) / US, max(0.0, now - float(since_us) / US))
             for place, (task_id, since_us) in enumerate(zip(line[::2], line[1::2]), 1)

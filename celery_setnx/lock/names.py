@@ -78,6 +78,13 @@ def line_names(lock_name: str) -> tuple[str, str]:
     return f"{tagged(lock_name)}:line", f"{tagged(lock_name)}:calls"
 
 
+def names_to_look_at(lock_name: str) -> tuple[str, ...]:
+    """The names of a lock and of what stands beside it, as lua/look.lua takes them."""
+    tag = tagged(lock_name)
+    beside = ("holder", "line", "permits", "queued", "done", "starts")
+    return (lock_name, *[f"{tag}:{what}" for what in beside])
+
+
 def instead_name(lock_name: str, task_id: str) -> str:
     """The name of the key that says who runs in the stead of a task that died with the lock."""
     return f"{tagged(lock_name)}:instead:{task_id}"

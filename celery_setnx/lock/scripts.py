@@ -283,11 +283,6 @@ def _texts(reply: Any) -> list[Any]:
     """A reply's words: those of a table, or of one text; of bytes such that these can be made again."""
     if isinstance(reply, list):
         return [
-            item.decode("utf-8", "surrogateescape")
-            if isinstance(item, bytes)
-            else _texts(item)
-            if isinstance(item, list)
-            else item
-            for item in reply
+            item.decode("utf-8", "surrogateescape") if isinstance(item, bytes) else item for item in reply
         ]
     return (reply.decode() if isinstance(reply, bytes) else reply).split(" ")

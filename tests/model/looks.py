@@ -36,14 +36,8 @@ def tells_all_there_is(script: Script, call: Call, found: Played) -> bool:
     """What is there, and what a call on these terms would be told, here and at publish time."""
     if call.name != "look" or found.error or found.word == "more":
         return True
-    return _read(found.reply) == _told_of(call)
-
-
-def _read(reply: Any) -> Any:
-    """A reply, with text for bytes."""
-    if isinstance(reply, list):
-        return [_read(each) for each in reply]
-    return reply.decode() if isinstance(reply, bytes) else reply
+    reply = [each.decode() if isinstance(each, bytes) else each for each in found.reply]
+    return reply == _told_of(call)
 
 
 def _told_of(call: Call) -> list[Any]:
@@ -54,6 +48,7 @@ def _told_of(call: Call) -> list[Any]:
     (count, period), next_start = pace_of(terms), earliest_start(store.starts, terms, now, promised)
     starts = sum(now - period < began <= now for began, *_ in times) + promised if count else len(times)
     waits = [text for since, task in store.line.places if since < AWAY for text in (task, str(since))]
+    told = [each for number, permit in enumerate(permits) for each in _permit(number, permit, now)]
     return [
         now,
         *_word_of(call, terms, next_start),
@@ -66,8 +61,9 @@ def _told_of(call: Call) -> list[Any]:
         *_mark(store.mark, now),
         *_mark(store.done, now),
         len(permits),
-        [told for number, permit in enumerate(permits) for told in _permit(number, permit, now)],
-        waits[: 2 * most],
+        len(told),
+        *[each for of_one in told for each in of_one],
+        *waits[: 2 * most],
     ]
 
 

@@ -48,6 +48,7 @@ import celery_setnx.run.held
 import celery_setnx.run.run
 import celery_setnx.run.sweep
 from celery_setnx.lock.record import ORIGINAL
+from celery_setnx.lock.scripts import Script
 from tests.simulation.scheduler import US, Process, Thread, World
 from tests.simulation.scripts import script
 from tests.simulation.server import Reply, Server, ServerError, Status
@@ -498,18 +499,11 @@ def _briefly(reply: Reply) -> str:
 def _names() -> dict[str, str]:
     """Of all scripts, by their digests."""
     lua = files("celery_setnx.lock") / "lua"
-    texts = {path.name.removesuffix(".lua"): path.read_text("utf-8") for path in lua.iterdir()}
-    several = {f"{name} (several)": texts["permits"] + text for name, text in texts.items()}
-    return {sha1(text.encode()).hexdigest(): name for name, text in {**texts, **several}.items()}
+    verbs = [path.name.removesuffix(".lua") for path in lua.iterdir()]
+    return {Script(verb).sha: verb for verb in verbs}
 
 
 _NAMES = _names()
-
-
-def _script_of(words: Sequence[bytes]) -> str:
-    """The name of the script that a command runs; nothing if it runs none."""
-    digest = words[1].decode() if words[0] == b"EVALSHA" else sha1(words[1]).hexdigest() if words[1:] else ""
-    return _NAMES.get(digest, "")
 
 
 def _puts_in_doubt(words: Sequence[bytes]) -> bool:
@@ -519,7 +513,8 @@ def _puts_in_doubt(words: Sequence[bytes]) -> bool:
     for a message that has woken it starts it, and nobody hears of that. After its call has begun, one that
     marks its key makes the next call a duplicate of it, until the grace lease has ended.
     """
-    verb = _script_of(words).partition(" ")[0]
+    digest = words[1].decode() if words[0] == b"EVALSHA" else sha1(words[1]).hexdigest() if words[1:] else ""
+    verb = _NAMES.get(digest, "")
     asked = words[3 + int(words[2]) :] if verb == "acquire" else ()
     return verb in ("park", "mark") or (len(asked) > 5 and asked[5] != b"-")
 

@@ -5,14 +5,14 @@
 --       2 dedupe (as mark.lua; '' = it is not asked for), 3 dead token (as acquire.lua)
 --       4 most: about how many of those who wait the reply tells
 -- Returns {now us, word, number of a permit, next us, duplicate, task id, terms, starts, last us, waiting, mark, ms,
---       done, ms, how many permits, permits, waiters}
+--       done, ms, how many permits, of how many it tells, these, and who waits}
 --       word: what acquire.lua would say, and of which permit: acquired | taken_over | held | paced | line | more
 --       next: when the next call may start; 0 = its pace allows it now
 --       duplicate: what mark.lua would say, and of which call: queued | running | done; false = marked
 --       terms: those of who has asked last. starts: how many count; without a rate, are noted; and the last one
 --       mark, and done: what they hold, and for how long
---       permits: {number, lock value, record} of each that is held; and each record that no value belongs to
---       waiters: task id and since us of each, the first ones
+--       of permits number, lock value and record: of each that is held, and of each record that no value belongs to
+--       of who waits task id and since us, the first ones
 
 -- use: lock grant permits line pace claim duplicate
 local LINE, PERMITS, MARK, DONE, STARTS = unpack(KEYS, 3, 7)
@@ -20,23 +20,27 @@ local terms, dedupe, dead, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local mark, done, known = unpack(redis.call('MGET', MARK, DONE, PERMITS))
 if more(known, 8) then return more(known, 8) end
 if terms == '0' then terms = terms_in(known) end
-local all, told, waiting, waiters = permits(8), {}, count_waiting(LINE), {}
-for _, p in ipairs(all) do
-  see_other_type(p)
-  if p.value then told[#told + 1] = {p.number, p.value, record_of(p)} end
-  if p.token and not p.is_ours then told[#told + 1] = {p.number, false, p.record} end
-end
+local all, waiting = permits(8), count_waiting(LINE)
+for _, p in ipairs(all) do see_other_type(p) end
 local call, newest = caller(false, false, waiting > 0), redis.pcall('ZREVRANGE', STARTS, 0, 0, 'WITHSCORES')
 local pace = not newest.err and pace_of(STARTS, terms)
 local p, word, _, seen = claim(call, all, limit_of(terms), pace, dead)
 local starts = pace and pace.count() + seen.handed or newest[2] and redis.call('ZCOUNT', STARTS, '-inf', '+inf') or 0
 local duplicate, of
 if dedupe ~= '' then duplicate, of = duplicate_of(false, dedupe, mark, all[1], done) end
-if waiting > 0 then
-  waiters = redis.call('ZRANGEBYSCORE', LINE, '-inf', WAITING, 'WITHSCORES', 'LIMIT', 0, most)
-end
-return {
-  now, word, p.number, pace and pace.till(seen.handed, 0) or 0, duplicate or false, of or false,
-  terms_in(known), starts, tonumber(newest[2] or 0), waiting, mark, mark and redis.call('PTTL', MARK) or 0, done,
-  done and redis.call('PTTL', DONE) or 0, #all, told, waiters,
+local found = {
+  now, word, p.number, pace and pace.till(seen.handed, 0) or 0, duplicate or false, of or false, terms_in(known),
+  starts, tonumber(newest[2] or 0), waiting, mark, mark and redis.call('PTTL', MARK) or 0, done,
+  done and redis.call('PTTL', DONE) or 0, #all, 0,
 }
+local function tell(number, value, record)
+  local size = #found
+  found[16], found[size + 1], found[size + 2], found[size + 3] = found[16] + 1, number, value, record
+end
+for _, each in ipairs(all) do
+  if each.value then tell(each.number, each.value, record_of(each)) end
+  if each.token and not each.is_ours then tell(each.number, false, each.record) end
+end
+local waiters = waiting > 0 and redis.call('ZRANGEBYSCORE', LINE, '-inf', WAITING, 'WITHSCORES', 'LIMIT', 0, most)
+for _, item in ipairs(waiters or {}) do found[#found + 1] = item end
+return found
