@@ -47,6 +47,7 @@ local call = caller(token, ticket.waits and copy ~= '-', first, shared and not t
 local all, limit, pace = only and {only} or permits(9), limit_of(terms), STARTS and pace_of(STARTS, terms)
 local p, word, start, seen = claim(call, all, limit, pace, dead, second)
 if foreign_record(p) then return foreign_record(p) end
+if start then pace.keep() end -- a full server allows this, and SET behind it
 local ms = p.kind == 'held' and 0 or math.ceil(lease / 1000) + retention -- that of a held one lasts
 if STARTS then note_permits(PERMITS, known, math.max(seen.top, p.number + 1), terms, ms) end
 local line = LINE and (waiters > 0 or ticket.is_there or p.heir or linger > 0) and line_of(LINE, CALLS)
@@ -63,7 +64,7 @@ if word == 'held' then
   if linger > 0 then line.ask_again(call.task, since == '0' and now_text() or since, now + linger) end
   return answer(p.till < NEVER and p.till or 0)
 elseif word == 'paced' then
-  value, record = put_off(p, start, pace, line, retention)
+  value, record = put_off(p, start, line, retention)
   return answer(start)
 end
 if word == 'again' or word == 'line' then return answer(p.deadline) end

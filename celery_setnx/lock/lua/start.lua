@@ -20,8 +20,7 @@ end
 
 -- Put a call off until its start: who was handed the permit, and has not come just ahead, stands where it stood; what
 -- is held for its retry is held for longer, as a broker may bring it often before. Returns value and record.
-local function put_off(p, start, pace, line, retention)
-  pace.keep()
+local function put_off(p, start, line, retention)
   if p.kind == 'for me' and start - AHEAD > now then
     store(p, 'released', 0, 60000)
     line.put_back(p.heir, 'unsent')
