@@ -129,6 +129,7 @@ class SetnxLock(NamedLock):
             raise ValueError(f"the lease of {name!r} must be more than 0 seconds, and finite, not {lease!r}")
         if not 0 <= self.retention_s < _FOREVER_S:
             raise ValueError(f"the retention of {name!r} must be 0 seconds or more, not {retention!r}")
+        self.lease_us, self.retention_ms = round(self.lease_s * US), int(self.retention_s * 1000)
 
     def acquire(
         self,

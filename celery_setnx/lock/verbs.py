@@ -35,6 +35,7 @@ HAND_OVER_S = 10.0
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
 _REMEMBER_RELEASE_MS = 60_000
+_HAND_OVER_US = round(HAND_OVER_S * US)
 
 Error = LockUnavailable | LockRefused
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
@@ -47,6 +48,7 @@ class NamedLock:
         record: Redis key of its record.
         line: Those of its line and of the calls there; none for a plain lock without a line.
         wakes: Whether the task that it is handed to will be woken.
+        lease_us, retention_ms: Its times, as scripts take them.
     """
 
     client: redis.Redis
@@ -59,6 +61,8 @@ class NamedLock:
     info: Mapping[str, Any] | str
     lease_s: float
     retention_s: float
+    lease_us: int
+    retention_ms: int
     limit: int
     terms: Terms
     heirs: list[Heir]
@@ -130,8 +134,8 @@ def acquire(lock: NamedLock, *, token: str, dead: str, call_id: str, message: Me
         ticket = ticket_name(name, token if task_id is None else task_id, call_id)
         keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
     info = told if isinstance(told, str) else _JSON.encode(told) if told else "{}"
-    lease_us, is_plain = round(lock.lease_s * US), terms == PLAIN
-    argv: tuple[Any, ...] = (token, lease_us, int(lock.retention_s * 1000), info, dead)
+    is_plain = terms == PLAIN
+    argv: tuple[Any, ...] = (token, lock.lease_us, lock.retention_ms, info, dead)
     if message is not None:
         copy, remember_s, linger_s, since, attempt, second, shared = message
         remember_ms, linger_us, since_us = int(remember_s * 1000), round(linger_s * US), round(since * US)
@@ -147,7 +151,7 @@ def acquire(lock: NamedLock, *, token: str, dead: str, call_id: str, message: Me
         return AcquireReply(*reply)
     word, now, fence, *permit = reply  # it was free, and nobody waits
     now_us = int(now)
-    return AcquireReply(word, now_us + lease_us, int(fence), now_us, permit=int(*permit))
+    return AcquireReply(word, now_us + lock.lease_us, int(fence), now_us, permit=int(*permit))
 
 
 class RenewReply(NamedTuple):
@@ -162,10 +166,10 @@ class RenewReply(NamedTuple):
 def renew(client: Any, permits: Iterable[Permit]) -> list[RenewReply | Error]:
     """lua/renew.lua, many times in one round trip: for each what became of it, or why that is not known."""
     calls = [
-        (lock.keys_of(number), (token, round(lock.lease_s * US), int(lock.retention_s * 1000)))
-        for lock, number, token in permits
+        (lock.keys_of(number), (token, lock.lease_us, lock.retention_ms)) for lock, number, token in permits
     ]
-    return [RenewReply(*reply) if isinstance(reply, list) else reply for reply in RENEW.many(client, calls)]
+    replies = RENEW.many(client, calls)
+    return [RenewReply._make(reply) if isinstance(reply, list) else reply for reply in replies]
 
 
 class EndReply(NamedTuple):
@@ -205,7 +209,7 @@ def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s
         # One beyond the limit, which was lowered, is handed to nobody; to whom when, where that is paced, is
         # known to `serve` only.
         if lock.wakes and number < lock.limit and not lock.terms.starts:
-            hand_over_us = str(round(min(HAND_OVER_S, lock.lease_s) * US))
+            hand_over_us = str(min(_HAND_OVER_US, lock.lease_us))
     argv = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, int(done_for_s * 1000))
     reply = RELEASE(lock.client, keys, *argv)
     return _RELEASED if len(reply) == 1 else _ended(reply, rest_until_us)
@@ -214,8 +218,8 @@ def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s
 def hold(permit: Permit, *, lease_s: float) -> EndReply:
     """lua/hold.lua: keep a permit for its holder's retry."""
     lock, number, token = permit
-    times = round(lease_s * US), int(lock.retention_s * 1000)
-    return _ended(HOLD(lock.client, lock.keys_of(number), token, *times), 0)
+    reply = HOLD(lock.client, lock.keys_of(number), token, round(lease_s * US), lock.retention_ms)
+    return _ended(reply, 0)
 
 
 def _ended(reply: Sequence[Any], rest_until_us: int) -> EndReply:
@@ -244,8 +248,8 @@ def serve(
     """
     name = lock.name
     keys = (name, lock.record, *line_names(name), permits_name(name), starts_name(name))
-    lease_us, hand_over_us = round(lock.lease_s * US), round(min(HAND_OVER_S, lock.lease_s) * US)
-    argv: tuple[Any, ...] = (os.urandom(16).hex(), hand_over_us, _REMEMBER_RELEASE_MS, lease_us)
+    hand_over_us = min(_HAND_OVER_US, lock.lease_us)
+    argv: tuple[Any, ...] = (os.urandom(16).hex(), hand_over_us, _REMEMBER_RELEASE_MS, lock.lease_us)
     argv += (dead, away or unsent, "unsent" if unsent else "", lock.terms if knows_terms else 0)
     reply = SERVE.of(lock.client, name, keys, lock.limit, *argv)
     word, now, value, record, heir, call, next_us = reply
