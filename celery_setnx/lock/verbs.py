@@ -1,8 +1,8 @@
 """The verbs of a lock: for each script in `lua/` that is about one, the function that runs it.
 
 What a function takes and returns is its script's contract: here seconds become the scripts' microseconds and
-milliseconds, and replies become values with names. `look.py`, `line.py` and `marks.py` have the verbs that are
-about their values; those of a beat and of tests stand with their one caller.
+milliseconds, and replies become values with names. `look.py`, `line.py` and `marks.py` have the verbs that
+are about their values; those of a beat and of tests stand with their one caller.
 """
 
 from __future__ import annotations
