@@ -45,7 +45,7 @@ def test_release_frees_the_lock_and_leaves_a_log_line_and_a_signal(stage_of, cap
     held, hear = stage_of.hold(), Mock()
     seen = byhand.look(stage_of.app, held.key)
     held.renew()
-    assert byhand.look(stage_of.app, held.key).holder.record != seen.holder.record
+    assert byhand.look(stage_of.app, held.key).holder.raw != seen.holder.raw
     lock_released.connect(hear)
     assert byhand.release(stage_of.app, seen, by="ada")
     assert byhand.look(stage_of.app, held.key).holder is None

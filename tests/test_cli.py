@@ -1343,6 +1343,17 @@ def test_watch_shows_trouble_first(cli):
     assert picture[-1].startswith("25 locks, 19 of them not shown, ")
 
 
+def test_why_says_that_another_programs_record_is_in_the_way(cli, locks, foreign_keys):
+    """Each call would be refused, though nobody holds the lock."""
+    record = record_name(cli.key("sync"))
+    foreign_keys.add(record)
+    locks.set(record, "garbage")
+    result = ask("why", f"{TASK}sync", "7", ends=1)
+    assert result.stdout.startswith(
+        f"No: {record} is no record of celery_setnx: each call fails with LockRef"
+    )
+
+
 # errors
 
 UNREACHABLE = "redis://ops:secret@127.0.0.1:1/1"
@@ -1359,9 +1370,11 @@ def test_an_unreachable_server_ends_with_3(cli, command):
     assert "secret" not in result.output
 
 
-def test_a_user_who_may_not_scan_is_told_so(cli, limited):
-    """What the server forbids, and all that looking needs."""
-    with locks_on(cli.app, limited("~*", "+@all", "-scan")):
+@pytest.mark.parametrize("command", ["scan", "mget"])
+def test_a_user_who_may_not_look_is_told_so(cli, limited, command):
+    """What the server forbids, and all that looking needs: in the script, too."""
+    cli.hold("waiting")
+    with locks_on(cli.app, limited("~*", "+@all", f"-{command}")):
         result = ask("list", ends=3)
     assert "celery setnx needs SCAN, EVAL, EVALSHA, TIME, GET, MGET, " in result.stderr
     assert "ZREVRANGEBYSCORE on t:*" in result.stderr

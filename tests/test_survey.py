@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import redis
 
+from celery_setnx.exceptions import LockForbidden, LockRefused
 from celery_setnx.keys import digest
 from celery_setnx.lock import verbs
 from celery_setnx.lock.line import Place, park
@@ -583,3 +584,62 @@ def test_drop_does_nothing_to_another_lock_than_was_seen(locks):
     next_one = hold(locks)
     assert not drop(locks, seen)
     next_one.renew()
+
+
+def test_drop_leaves_a_lock_that_has_become_another_program_s_or_ours(locks, foreign_keys):
+    """A foreign value of this very second, seen before, is not the lock that is ours by now."""
+    locks.set(KEY, "1", ex=60)
+    seen = look(locks, KEY)
+    locks.delete(KEY)
+    held = hold(locks)
+    locks.set(KEY, "1", keepttl=True)  # as a holder's value may come to be: that of a second which was seen
+    assert not drop(locks, seen)
+    assert locks.exists(KEY, record_name(KEY)) == 2
+    assert held.release() == "repaired"
+
+
+def test_drop_of_a_foreign_lock_takes_the_record_beside_it(locks):
+    """What was seen there would refuse each call."""
+    locks.set(KEY, "1", ex=60)
+    locks.set(record_name(KEY), "garbage", ex=60)
+    assert look(locks, KEY).word == "refused"
+    with pytest.raises(LockRefused):
+        SetnxLock(locks, KEY).acquire()
+    assert drop(locks, look(locks, KEY))
+    assert look(locks, KEY).word == "acquired"
+    assert SetnxLock(locks, KEY).acquire().acquired
+
+
+@pytest.mark.parametrize("text", ["1 3/4", "1 3:4/5/6", "1 3:5/", "1 3:0/5", f"1 {'9' * 50}"])
+def test_words_about_permits_that_are_nearly_ours_say_nothing(locks, text):
+    """No look fails by them, and newcomers have the lock on plain terms."""
+    hold(locks)
+    locks.set(permits_name(KEY), text, ex=60)
+    (seen,) = survey(locks, "t")
+    assert (seen.terms, seen.word) == (PLAIN, "held")
+
+
+def test_look_without_the_right_to_see_starts_is_refused(server, locks):
+    """Not told that a call may start which may not."""
+    start(locks, 2)
+    allowed = [f"+{name.lower()}" for name in (*COMMANDS, "SELECT") if name != "ZREVRANGE"]
+    locks.acl_setuser("reader", enabled=True, nopass=True, keys=["t:*"], commands=allowed)
+    try:
+        reader = redis.Redis.from_url(server.url(1), username="reader", password="any")
+        with reader, pytest.raises(LockForbidden, match=r"(?i)zrevrange"):
+            look(reader, KEY)
+    finally:
+        locks.acl_deluser("reader")
+
+
+def test_text_that_is_no_utf_8_is_seen_and_dropped(server, locks, foreign_keys):
+    """It can be printed; what is dropped are the bytes that were seen."""
+    locks.set(KEY, b"\xff\xfe")
+    foreign_keys.add(KEY)
+    with redis.Redis.from_url(server.url(1)) as client:
+        seen = look(client, KEY)
+        assert seen.holder.value.encode()
+        locks.set(KEY, b"\xfe\xff")
+        assert not drop(client, seen)
+        assert drop(client, look(client, KEY))
+    assert not locks.exists(KEY)

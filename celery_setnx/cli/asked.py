@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import click
 from celery import Celery, Task
-from redis.exceptions import NoPermissionError
 
 from celery_setnx.address import masked
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.guard import Guard, guard_of
 from celery_setnx.connection import client_for, lock_url
 from celery_setnx.exceptions import (
+    LockForbidden,
     LockRefused,
     LockUnavailable,
     OptionError,
@@ -35,6 +35,7 @@ from celery_setnx.options import settings_of
 from celery_setnx.task import import_tasks
 from celery_setnx.wording import sentence, titled
 
+_RIGHTS = re.compile(r"no permissions|NOPERM|can't run this command|can't access at least one")
 _PERMIT = re.compile(r"(.+)#(\d|[1-9]\d)", re.DOTALL)
 
 
@@ -89,7 +90,7 @@ def told(app: Celery, error: Exception) -> click.ClickException | None:
     if not isinstance(known, (LockRefused, LockUnavailable)):
         return None
     text = f"{server(app)}: {sentence(known.reason)}"
-    if isinstance(known.__cause__, NoPermissionError):
+    if isinstance(known, LockForbidden) and _RIGHTS.search(known.reason):
         text += f" celery setnx needs {', '.join(COMMANDS)} on {prefix(app)}:*."
     else:
         text = f"{text} {known.remedy}".rstrip()
@@ -118,7 +119,7 @@ def look_at(app: Celery, key: str, guard: Guard | None = None) -> Sighting:
         seen = look(client, key, **asked)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    found = seen.found
+    found = seen.permit_holder
     if guard is None or not guard.settings.same_host or not found or seen.word != "held":
         return seen
     # As a worker on this host does (`SetnxLock.acquire_at_death`).

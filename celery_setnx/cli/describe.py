@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from celery_setnx.lock.look import Sighting
+from celery_setnx.lock.names import permit_names
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.takeover import TakeOver
@@ -39,7 +40,7 @@ def row(sighting: Sighting) -> dict[str, Any]:
     found["held"] = len(sighting.holders)
     found["limit"] = sighting.limit
     found["holders"] = list(map(_row_of_permit, sighting.of_each())) if sighting.has_several else None
-    found["rate"] = [sighting.asked.starts, sighting.asked.period_s] if sighting.asked.starts else None
+    found["rate"] = [sighting.terms.starts, sighting.terms.period_s] if sighting.terms.starts else None
     found["starts"] = sighting.started if sighting.asked.starts else None
     found["next_start_s"] = rounded(_next_start_s(sighting))
     return found
@@ -304,10 +305,14 @@ def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:
 
 def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
     """Whether a call would have the lock now, or a permit, by what it would be told."""
-    word, found, who = sighting.word, sighting.found, _who(sighting, options.limit)
+    word, found, who = sighting.word, sighting.permit_holder, _who(sighting, options.limit)
     in_line = [f"{many(sighting.waiting, 'call')} in line come first."] if sighting.waiting else []
     if word == "paced":
         return False, _paced(options, sighting)
+    if word == "refused":
+        record = permit_names(sighting.key, sighting.permit)[1]
+        because = f"{record} is no record of celery_setnx: each call fails with LockRefused."
+        return False, [because, "Delete it, if nobody needs it.", *who]
     if word == "held":
         reasons = [_held(options, sighting), *who, _on_conflict(options, sighting)]
         if sighting.next_start is not None:
@@ -340,7 +345,7 @@ def _paced(options: Options, sighting: Sighting) -> list[str]:
 
 def _held(options: Options, sighting: Sighting) -> str:
     """That others hold it; of several permits how many, and when the first ends."""
-    found = sighting.found
+    found = sighting.permit_holder
     if options.limit == 1:
         return "its lock is held."
     deadline = found.deadline if found else None

@@ -9,12 +9,13 @@ from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.names import names_to_look_at, other_permits, scope_and_digest
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, holder_of, parse_terms, task_of
-from celery_setnx.lock.scripts import Script
+from celery_setnx.lock.scripts import Script, texts_of
 
 WAITERS = 100
 """Of how many of those who wait a look tells at most."""
 
-LOOK = Script("look")
+LOOK = Script("look", raw=True)
+_HEAD, _EACH = 16, 4  # words of its reply: before what it tells of each permit, and of each
 
 
 class Sighting(NamedTuple):
@@ -24,7 +25,8 @@ class Sighting(NamedTuple):
         key: The lock's Redis key.
         server_time: The server's clock (Unix seconds).
         word: What a call would be told: `acquired`, `taken_over` (a holder that has died), `held`, `paced`
-            (its pace allows no start) or `line` (it is free for those who wait).
+            (its pace allows no start), `line` (it is free for those who wait) or `refused` (the record is
+            another program's).
         permit: Number of the permit that it would be told of.
         next_start: When the next call may start (server time); None if its pace allows it now.
         started: How many starts count now, those among them that are about to come: a permit is handed to
@@ -109,7 +111,7 @@ class Sighting(NamedTuple):
         return max(self.left, key=lambda holder: holder.since or 0.0, default=None)
 
     @property
-    def found(self) -> Holder | None:
+    def permit_holder(self) -> Holder | None:
         """Who has the permit that a call would be told of, or had it until its deadline."""
         return next((holder for holder in self.holders if holder.permit == self.permit), None)
 
@@ -258,7 +260,9 @@ def look_at_each(
         found.update(zip(counts, replies))
         asked = zip(counts, replies)
         counts = {
-            key: int(reply[1]) for key, reply in asked if isinstance(reply, list) and reply[0] == "more"
+            key: int(reply[1])
+            for key, reply in asked
+            if isinstance(reply, list) and reply[0] in ("more", b"more")
         }
     return [_sighting(key, found[key], terms) for key, _ in locks]
 
@@ -266,13 +270,10 @@ def look_at_each(
 def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnavailable | LockRefused:
     if not isinstance(reply, list):
         return reply  # type: ignore[no-any-return]
-    now_us, word, permit, next_us, duplicate, original, noted, started, last_us, waiting, *rest = reply
-    mark, mark_ms, done, done_ms, count, told, *texts = rest
-    told *= 3
-    triples = zip(texts[0:told:3], texts[1:told:3], texts[2:told:3])
-    holders = [(value, holder_of(value, record, number)) for number, value, record in triples]
-    line, now = texts[told:], now_us / US
-    terms = parse_terms(noted)
+    now_us, word, permit, next_us, duplicate, original, noted, started, *rest = texts_of(reply[:_HEAD])
+    last_us, waiting, mark, mark_ms, done, done_ms, count, told = rest
+    end, now, terms = _HEAD + told * _EACH, now_us / US, parse_terms(noted)
+    holders = _holders(reply[_HEAD:end])
     return Sighting(
         key=key,
         server_time=now,
@@ -291,10 +292,27 @@ def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnava
         done=done,
         done_counts_for_s=max(0, done_ms) / 1000 if done is not None else None,
         permits=count,
-        holders=tuple(holder for value, holder in holders if value is not None and holder),
-        left=tuple(holder for value, holder in holders if value is None and holder),
-        waiters=tuple(
-            Waiter(task_id, place, float(since_us) / US, max(0.0, now - float(since_us) / US))
-            for place, (task_id, since_us) in enumerate(zip(line[::2], line[1::2]), 1)
-        ),
+        holders=tuple(holder for holder in holders if holder.raw[0] is not None),
+        left=tuple(holder for holder in holders if holder.raw[0] is None),
+        waiters=_waiters(texts_of(reply[end:]), now),
+    )
+
+
+def _holders(reply: list[Any]) -> list[Holder]:
+    """Who has a permit, or has left a record: number, value, record, and the one beside a foreign value."""
+    found = []
+    for at in range(0, len(reply), _EACH):
+        number, value, record, _ = texts_of(reply[at : at + _EACH])
+        its = 3 if record.startswith("\n") else 2  # a foreign one has no token
+        holder = holder_of(value, record, number, (reply[at + 1], reply[at + its]))
+        found += [holder] if holder else []
+    return found
+
+
+def _waiters(line: list[Any], now: float) -> tuple[Waiter, ...]:
+    """Who waits: each task, and since when (us)."""
+    places = enumerate(zip(line[::2], line[1::2]), 1)
+    return tuple(
+        Waiter(task_id, place, float(since_us) / US, max(0.0, now - float(since_us) / US))
+        for place, (task_id, since_us) in places
     )

@@ -129,7 +129,7 @@ class Holder:
         waiters: Who waits in line for the lock, the first hundred; known to those who ask for them.
         waiting: How many do.
         permit: Which of several permits it holds; the first is 0.
-        record: Its record in Redis.
+        raw: Its value and its record as Redis has them; known to those who look.
     """
 
     token: str
@@ -142,7 +142,7 @@ class Holder:
     waiters: tuple[Waiter, ...] = ()
     waiting: int = 0
     permit: int = 0
-    record: str = field(default="", repr=False, compare=False)
+    raw: tuple[Any, Any] = field(default=(None, None), repr=False, compare=False)
 
     @property
     def task_id(self) -> str | None:
@@ -205,7 +205,7 @@ class Holder:
         if self.state == "handed":
             return f"task {self.task_id}, the first in line, which was woken at {_clock(self.since)}"
         if self.state == "paced":
-            return f"its pace of {self.info['pace']} until {_clock(self.deadline)}"
+            return f"its pace of {self.info.get('pace')} until {_clock(self.deadline)}"
         if self.state == "foreign":
             until = (
                 f"valid until {_clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
@@ -220,7 +220,9 @@ class Holder:
         return f"{who}{where}, {self.state} since {_clock(self.since)}"
 
 
-def holder_of(value: str | None, record: str | None, permit: int = 0) -> Holder | None:
+def holder_of(
+    value: str | None, record: str | None, permit: int = 0, raw: tuple[Any, Any] = (None, None)
+) -> Holder | None:
     """Who has a permit, or had it if it has no value, as scripts tell of it; None if nobody."""
     if record is None:
         return None
@@ -234,7 +236,7 @@ def holder_of(value: str | None, record: str | None, permit: int = 0) -> Holder 
         info={"task_id": info} if state == "handed" else _info(info, token),
         value=value or "",
         permit=permit,
-        record=record,
+        raw=raw,
     )
 
 

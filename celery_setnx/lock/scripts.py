@@ -63,15 +63,17 @@ Settled = list[Any] | LockUnavailable | LockRefused
 class Script:
     """One verb: its Lua file, and its digest. The first of its keys is the one that errors name.
 
-    The file says which texts it uses, and where they stand in it: `-- use: lock store`.
+    The file says which texts it uses, and where they stand in it: `-- use: lock store`. The words of a reply
+    are text, unless they are wanted `raw`.
     """
 
-    def __init__(self, verb: str) -> None:
+    def __init__(self, verb: str, *, raw: bool = False) -> None:
+        self._texts_of: Callable[[Any], list[Any]] = list if raw else texts_of
         self.text = assembled(verb, _lua)
         self.sha = sha1(self.text.encode()).hexdigest()
 
     def __call__(self, client: Any, keys: Keys, *arguments: Any) -> list[Any]:
-        """Run it: the reply's words as text."""
+        """Run it: the words of the reply."""
         try:
             try:
                 reply = ask(client, ("EVALSHA", self.sha, str(len(keys)), *keys, *_in_text(arguments)))
@@ -79,7 +81,7 @@ class Script:
                 reply = ask(client, ("EVAL", self.text, str(len(keys)), *keys, *_in_text(arguments)))
         except REDIS_ERRORS as error:
             raise self._translated(keys[0], error) from error
-        return _texts(reply)
+        return self._texts_of(reply)
 
     def many(self, client: Any, calls: Sequence[Call]) -> list[Settled]:
         """Run it once per (keys, arguments) in one round trip: for each its reply, or its error."""
@@ -122,7 +124,7 @@ class Script:
 
     def _settled(self, client: Any, call: Call, reply: Any) -> Settled:
         if not isinstance(reply, Exception):
-            return _texts(reply)
+            return self._texts_of(reply)
         # Its slot is another node's, or on its way there: the cluster's client follows it.
         moved = isinstance(reply, (AskError, TryAgainError)) and is_cluster(client)
         if moved or isinstance(reply, NoScriptError):
@@ -279,10 +281,8 @@ def _in_text(arguments: tuple[Any, ...]) -> list[str | bytes]:
     return [each if type(each) is str or type(each) is bytes else str(each) for each in arguments]
 
 
-def _texts(reply: Any) -> list[Any]:
-    """A reply's words: those of a table, or of one text; of bytes such that these can be made again."""
+def texts_of(reply: Any) -> list[Any]:
+    """A reply's words: those of a table, or of one text."""
     if isinstance(reply, list):
-        return [
-            item.decode("utf-8", "surrogateescape") if isinstance(item, bytes) else item for item in reply
-        ]
+        return [item.decode("utf-8", "replace") if isinstance(item, bytes) else item for item in reply]
     return (reply.decode() if isinstance(reply, bytes) else reply).split(" ")

@@ -28,7 +28,7 @@ BEAT = "celery.beat:"
 """What the scope of a beat's lead begins with: a lock that is held for as long as the beat lives."""
 
 _GLOB = re.compile(r"([\\*?\[\]^-])")
-_BESIDE = re.compile(r"(.*})(|:queued|:line|:starts|#([1-9]\d?))", re.DOTALL)
+_BESIDE = re.compile(r"(.*{.+})(|:queued|:line|:starts|#([1-9]\d?))", re.DOTALL)
 
 
 def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting]:
@@ -61,9 +61,7 @@ def drop(client: redis.Redis, seen: Sighting) -> bool:
     holder = seen.holder
     if holder is None:
         return False
-    said = (holder.value, holder.record)[: 1 if holder.state == "foreign" else 2]  # which has no record
-    values = tuple(text.encode("utf-8", "surrogateescape") for text in said)
-    names = permit_names(seen.key, holder.permit)[: len(values)]
+    names, values = permit_names(seen.key, holder.permit), tuple(each or "" for each in holder.raw)
     (is_done,) = if_same(client, [IfSame(names, values)])
     if not isinstance(is_done, bool):
         raise is_done

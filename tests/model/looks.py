@@ -19,7 +19,7 @@ from tests.model.permits import (
     terms_in,
 )
 from tests.model.rules import word_of
-from tests.model.store import MS, Mark, Record, Store, seconds, task_of
+from tests.model.store import MS, NOT_A_STRING, Mark, Record, Store, seconds, task_of
 from tests.simulation.scripts import Script
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ def _word_of(call: Call, terms: str, next_start: int) -> tuple[str, int]:
     keys = LOCK, RECORD, LINE, CALLS, MARK, b"ticket:", PERMITS, STARTS
     asks = call._replace(verb="acquire#", keys=(*keys, *call.keys[len(KEYS) :]), told=told)
     choice = choice_of(asks, caller_of(asks))
+    if isinstance(at(call.store, choice.number).record, str):
+        return "refused", choice.number
     if choice.rank == HELD:
         return "held", choice.number
     if next_start:
@@ -111,10 +113,12 @@ def _mark(mark: Mark | None, now: int) -> tuple[str | None, int]:
 def _permit(number: int, permit: Store, now: int) -> list[list[Any]]:
     """A permit that has a value; and a record, if no value belongs to it."""
     told: list[list[Any]] = []
+    record = None if permit.record in (None, NOT_A_STRING) else str(permit.record)
     if permit.value is not None:
-        told.append([number, permit.value, said_of(permit, now)])
+        beside = None if speaks_of_its_value(permit, now) else record
+        told.append([number, permit.value, said_of(permit, now), beside])
     if isinstance(permit.record, Record) and not speaks_of_its_value(permit, now):
-        told.append([number, None, str(permit.record)])
+        told.append([number, None, record, None])
     return told
 
 

@@ -7,11 +7,13 @@
 -- Returns {now us, word, number of a permit, next us, duplicate, task id, terms, starts, last us, waiting, mark, ms,
 --       done, ms, how many permits, of how many it tells, these, and who waits}
 --       word: what acquire.lua would say, and of which permit: acquired | taken_over | held | paced | line | more
+--       | refused (FOREIGNRECORD)
 --       next: when the next call may start; 0 = its pace allows it now
 --       duplicate: what mark.lua would say, and of which call: queued | running | done; false = marked
 --       terms: those of who has asked last. starts: how many count; without a rate, are noted; and the last one
 --       mark, and done: what they hold, and for how long
---       of permits number, lock value and record: of each that is held, and of each record that no value belongs to
+--       of permits number, lock value, record, and the record beside another program's value: of each that is held, and
+--       of each record that no value belongs to
 --       of who waits task id and since us, the first ones
 
 -- use: lock grant permits line pace claim duplicate
@@ -23,8 +25,10 @@ if terms == '0' then terms = terms_in(known) end
 local all, waiting = permits(8), count_waiting(LINE)
 for _, p in ipairs(all) do see_other_type(p) end
 local call, newest = caller(false, false, waiting > 0), redis.pcall('ZREVRANGE', STARTS, 0, 0, 'WITHSCORES')
+if newest.err and not string.match(newest.err, '^WRONGTYPE') then return newest end -- forbidden
 local pace = not newest.err and pace_of(STARTS, terms)
 local p, word, _, seen = claim(call, all, limit_of(terms), pace, dead)
+if foreign_record(p) then word = 'refused' end
 local starts = pace and pace.count() + seen.handed or newest[2] and redis.call('ZCOUNT', STARTS, '-inf', '+inf') or 0
 local duplicate, of
 if dedupe ~= '' then duplicate, of = duplicate_of(false, dedupe, mark, all[1], done) end
@@ -33,13 +37,14 @@ local found = {
   starts, tonumber(newest[2] or 0), waiting, mark, mark and redis.call('PTTL', MARK) or 0, done,
   done and redis.call('PTTL', DONE) or 0, #all, 0,
 }
-local function tell(number, value, record)
-  local size = #found
-  found[16], found[size + 1], found[size + 2], found[size + 3] = found[16] + 1, number, value, record
+local function tell(p, value, record)
+  local size, beside = #found, value and not p.is_ours and p.record
+  found[16], found[size + 1], found[size + 2], found[size + 3] = found[16] + 1, p.number, value, record
+  found[size + 4] = beside or false
 end
 for _, each in ipairs(all) do
-  if each.value then tell(each.number, each.value, record_of(each)) end
-  if each.token and not each.is_ours then tell(each.number, false, each.record) end
+  if each.value then tell(each, each.value, record_of(each)) end
+  if each.token and not each.is_ours then tell(each, false, each.record) end
 end
 local waiters = waiting > 0 and redis.call('ZRANGEBYSCORE', LINE, '-inf', WAITING, 'WITHSCORES', 'LIMIT', 0, most)
 for _, item in ipairs(waiters or {}) do found[#found + 1] = item end

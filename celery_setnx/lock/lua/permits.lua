@@ -4,7 +4,11 @@
 -- `<name>:permits` is '<in use> <terms>'. '5 3': five permits may have keys, and newcomers have a limit of 3.
 -- '5 3:50/2000000': and 50 of them may start in any 2 s (us). Without that key there is one permit.
 local function in_use(known) return math.min(tonumber(string.match(known or '', '^(%d+) %d+:?[%d/]*$') or 1), 100) end
-local function terms_in(known) return string.match(known or '', '^%d+ ([1-9]%d*:?[%d/]*)$') or '1' end
+local function terms_in(known)
+  local limit, rate = string.match(known or '', '^%d+ ([1-9]%d*)(.*)$')
+  local is_ours = limit and #known < 40 and (rate == '' or string.match(rate, '^:[1-9]%d*/[1-9]%d*$'))
+  return is_ours and limit .. rate or '1'
+end
 local function limit_of(terms) return tonumber(string.match(terms, '^%d+')) end
 local function is_within(p, limit) return p.number < limit end
 
