@@ -100,7 +100,8 @@ def _duplicate_of(call: Call) -> tuple[str | None, str | None]:
     if word == "running":
         return word, task_of(store.holder.token)[0]
     if word == "done" and store.done is not None:
-        return word, task_of(store.done.task_id)[0] or store.done.task_id
+        task = task_of(store.done.task_id)[0]
+        return word, store.done.task_id if task is None else task
     return None, None
 
 
