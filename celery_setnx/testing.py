@@ -7,7 +7,6 @@ for all threads of this process, and in no other one.
 from __future__ import annotations
 
 import os
-import re
 import time
 import uuid
 from collections.abc import Collection, Iterator
@@ -37,7 +36,7 @@ from celery_setnx.lock.names import (
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import task_token
 from celery_setnx.lock.scripts import PermitScript
-from celery_setnx.lock.survey import successes, survey
+from celery_setnx.lock.survey import escaped, successes, survey
 from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.task import guard_for, lock_for
@@ -250,12 +249,12 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
         keys = [lock_for(what, args, kwargs).name]
     else:
         keys = sorted(_keys(client, what))
-    due = list(client.scan_iter(match=f"{_escaped(lines_of(app))}:{{*}}:*", count=1000))
+    due = list(client.scan_iter(match=f"{escaped(lines_of(app))}:{{*}}:*", count=1000))
     for key in keys:
         living = [token for token, held in list(_LIVING.items()) if held.key == key]
         _age(client, lock=key, by_s=by_s, living=living)
         for name in due:
-            for entry, _ in client.zscan_iter(name, match=f"{_escaped(key)}*"):  # and ends
+            for entry, _ in client.zscan_iter(name, match=f"{escaped(key)}*"):  # and ends
                 client.zincrby(name, -by_s * 1e6, entry)  # workers look at it sooner
 
 
@@ -303,9 +302,9 @@ def clear(app: Celery) -> int:
     for held in list(_LIVING.values()):
         if held.key.startswith(f"{prefix}:{{") and held._lock.client is client:
             crash(held)
-    for lines in client.scan_iter(match=f"{_escaped(prefix)}:lines:*", count=1000):
+    for lines in client.scan_iter(match=f"{escaped(prefix)}:lines:*", count=1000):
         client.delete(lines)
-    pattern = f"{_escaped(prefix)}:{{*"
+    pattern = f"{escaped(prefix)}:{{*"
     return sum(int(client.delete(key)) for key in list(client.scan_iter(match=pattern, count=1000)))
 
 
@@ -388,10 +387,6 @@ def _told(left: list[str], what: Any, within: float) -> str:
         "holds, or clear(app) between tests."
     )
     return "\n  ".join([f"{len(left)} left of {of}{waited}:", *left, advice])
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([\\*?\[\]^-])", r"\\\1", text)
 
 
 def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:

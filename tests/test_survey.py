@@ -283,7 +283,7 @@ def test_survey_looks_at_each_lock_once():
         assert several["evalsha"] == 52 + 2
 
 
-def test_look_touches_nothing(server, locks):
+def test_look_touches_nothing(locks, limited):
     """Neither a key nor a TTL, be there what there may; a user who may only read may look."""
     start(locks, 2)
     hold_many(locks, 2, limit=3)
@@ -291,12 +291,8 @@ def test_look_touches_nothing(server, locks):
     wait_in_line(locks, "t-3", time.time())
     before = {key: (locks.dump(key), locks.expiretime(key)) for key in lock_keys(locks)}
     allowed = [f"+{name.lower()}" for name in (*COMMANDS, "SELECT")]
-    locks.acl_setuser("reader", enabled=True, nopass=True, keys=["t:*"], commands=allowed)
-    try:
-        with redis.Redis.from_url(server.url(1), username="reader", password="any") as reader:
-            seen = look(reader, KEY, terms=Terms(3, 2, 60.0), dedupe="until_started", waiters=9)
-    finally:
-        locks.acl_deluser("reader")
+    with redis.Redis.from_url(limited("~t:*", *allowed)) as reader:
+        seen = look(reader, KEY, terms=Terms(3, 2, 60.0), dedupe="until_started", waiters=9)
     assert (seen.duplicate, seen.original, seen.word) == ("queued", "t-2", "paced")
     assert [waiter.task_id for waiter in seen.waiters] == ["t-3"]
     assert {key: (locks.dump(key), locks.expiretime(key)) for key in lock_keys(locks)} == before
@@ -619,17 +615,13 @@ def test_words_about_permits_that_are_nearly_ours_say_nothing(locks, text):
     assert (seen.terms, seen.word) == (PLAIN, "held")
 
 
-def test_look_without_the_right_to_see_starts_is_refused(server, locks):
+def test_look_without_the_right_to_see_starts_is_refused(locks, limited):
     """Not told that a call may start which may not."""
     start(locks, 2)
     allowed = [f"+{name.lower()}" for name in (*COMMANDS, "SELECT") if name != "ZREVRANGE"]
-    locks.acl_setuser("reader", enabled=True, nopass=True, keys=["t:*"], commands=allowed)
-    try:
-        reader = redis.Redis.from_url(server.url(1), username="reader", password="any")
-        with reader, pytest.raises(LockForbidden, match=r"(?i)zrevrange"):
-            look(reader, KEY)
-    finally:
-        locks.acl_deluser("reader")
+    reader = redis.Redis.from_url(limited("~t:*", *allowed))
+    with reader, pytest.raises(LockForbidden, match=r"(?i)zrevrange"):
+        look(reader, KEY)
 
 
 def test_text_that_is_no_utf_8_is_seen_and_dropped(server, locks, foreign_keys):

@@ -29,13 +29,12 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.lock.look import WAITERS, Sighting, look
 from celery_setnx.lock.process import is_surely_dead
-from celery_setnx.lock.scripts import REDIS_ERRORS, translated
+from celery_setnx.lock.scripts import REDIS_ERRORS, is_without_right, translated
 from celery_setnx.lock.survey import COMMANDS, successes, survey
 from celery_setnx.options import settings_of
 from celery_setnx.task import import_tasks
 from celery_setnx.wording import sentence, titled
 
-_RIGHTS = re.compile(r"no permissions|NOPERM|can't run this command|can't access at least one")
 _PERMIT = re.compile(r"(.+)#(\d|[1-9]\d)", re.DOTALL)
 
 
@@ -90,7 +89,7 @@ def told(app: Celery, error: Exception) -> click.ClickException | None:
     if not isinstance(known, (LockRefused, LockUnavailable)):
         return None
     text = f"{server(app)}: {sentence(known.reason)}"
-    if isinstance(known, LockForbidden) and _RIGHTS.search(known.reason):
+    if isinstance(known, LockForbidden) and is_without_right(known):
         text += f" celery setnx needs {', '.join(COMMANDS)} on {prefix(app)}:*."
     else:
         text = f"{text} {known.remedy}".rstrip()

@@ -169,10 +169,8 @@ def mark_cells(sighting: Sighting) -> list[str]:
 
 def done_cells(sighting: Sighting) -> list[str]:
     """A success that counts as the cells of a table, one for each of `DONE_COLUMNS`."""
-    return [
-        *(sighting.scope, f"for {span(sighting.done_counts_for_s)}"),
-        *(str(sighting.done_by), sighting.key),
-    ]
+    counts = f"for {span(sighting.done_counts_for_s)}"
+    return [sighting.scope, counts, str(sighting.done_by), sighting.key]
 
 
 class Shape(NamedTuple):
@@ -292,15 +290,15 @@ def verdict(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
 def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:
     """Why a call would not be published."""
     original = str(sighting.original)
-    why = {
-        "queued": f"the same call is queued, as {original}; a new one would not be published.",
-        "running": f"the same call runs already, as {original}; a new one would not be published.",
-        "done": f"the same call has succeeded, as {original}, and counts for "
-        f"{span(sighting.done_counts_for_s)} more; a new one would not be published.",
+    how = {
+        "queued": f"is queued, as {original}",
+        "running": f"runs already, as {original}",
+        "done": f"has succeeded, as {original}, and counts for {span(sighting.done_counts_for_s)} more",
     }[str(sighting.duplicate)]
     lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
     marked = [lapses] if sighting.duplicate == "queued" else []
-    return [why, _duplicate(options, original), *marked, *_who(sighting, options.limit)]
+    because = f"the same call {how}; a new one would not be published."
+    return [because, _duplicate(options, original), *marked, *_who(sighting, options.limit)]
 
 
 def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:

@@ -18,7 +18,7 @@ from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.names import done_name, line_names, mark_name, other_permits, record_name
 from celery_setnx.lock.record import Holder, holder_of, task_of
 from celery_setnx.lock.scripts import Script, value_of
-from celery_setnx.lock.verbs import IfSame, if_same
+from celery_setnx.lock.verbs import IfSame, if_same, if_this_is_same
 
 GRACE_S = 10.0
 """Seconds for which a mark lasts until its message is known to be sent."""
@@ -137,10 +137,7 @@ def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | Lo
 
 def free_if_marked(client: redis.Redis, mark: Mark) -> bool:
     """Free a mark; False if it is not its task's any more."""
-    (is_freed,) = if_same(client, [IfSame((mark.name,), (mark.task_id,))])
-    if not isinstance(is_freed, bool):
-        raise is_freed
-    return is_freed
+    return if_this_is_same(client, IfSame((mark.name,), (mark.task_id,)))
 
 
 def _marked(reply: list[Any]) -> Marked:

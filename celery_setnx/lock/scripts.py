@@ -260,6 +260,11 @@ def _ours_of(name: str, error: Exception) -> LockUnavailable | LockRefused:
     )
 
 
+def is_without_right(error: LockForbidden) -> bool:
+    """Whether the server's user lacks a right, and not the right password or URL."""
+    return error.reason.startswith(NoPermissionError.__name__) or bool(_FORBIDDEN.search(error.reason))
+
+
 def _reply_behind(error: BaseException | None) -> ResponseError | None:
     """What the server says to CLUSTER SLOTS: redis-py takes each refusal for a server without a cluster."""
     while error is not None and not isinstance(error, ResponseError):

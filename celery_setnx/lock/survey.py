@@ -13,7 +13,7 @@ from celery_setnx.lock.look import Sighting, look_at_each
 from celery_setnx.lock.names import permit_names, starts_name
 from celery_setnx.lock.record import US
 from celery_setnx.lock.scripts import reply_to
-from celery_setnx.lock.verbs import IfSame, if_same
+from celery_setnx.lock.verbs import IfSame, if_this_is_same
 
 BATCH = 1000
 """Locks that are looked at in one round trip, and names that one SCAN looks at."""
@@ -39,7 +39,7 @@ def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting
     elsewhere. Raises redis-py's errors of SCAN, and ours of the looks.
     """
     counts: dict[str, int] = {}
-    for name in client.scan_iter(match=f"{_escaped(prefix)}:{{*", count=BATCH):
+    for name in client.scan_iter(match=f"{escaped(prefix)}:{{*", count=BATCH):
         found = _BESIDE.fullmatch(_text(name))
         if found and (marks or found[2] != ":queued"):
             counts[found[1]] = max(counts.get(found[1], 1), 1 + int(found[3] or 0))
@@ -50,7 +50,7 @@ def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting
 
 def successes(client: Any, prefix: str) -> Iterator[Sighting]:
     """Every key under a prefix with a call whose success counts, as `survey` finds locks."""
-    pattern = f"{_escaped(prefix)}:{{*}}:done"
+    pattern = f"{escaped(prefix)}:{{*}}:done"
     names = {_text(name) for name in client.scan_iter(match=pattern, count=BATCH)}
     keys = sorted((name.removesuffix(":done"), 1) for name in names)
     yield from (seen for seen in _each(client, keys) if seen.done is not None)
@@ -62,10 +62,7 @@ def drop(client: redis.Redis, seen: Sighting) -> bool:
     if holder is None:
         return False
     names, values = permit_names(seen.key, holder.permit), tuple(each or "" for each in holder.raw)
-    (is_done,) = if_same(client, [IfSame(names, values)])
-    if not isinstance(is_done, bool):
-        raise is_done
-    return is_done
+    return if_this_is_same(client, IfSame(names, values))
 
 
 def forget_starts(client: redis.Redis, seen: Sighting) -> int:
@@ -86,9 +83,9 @@ def _each(client: Any, locks: Sequence[tuple[str, int]]) -> Iterator[Sighting]:
             yield seen
 
 
-def _escaped(prefix: str) -> str:
-    """A prefix that SCAN takes as it stands."""
-    return _GLOB.sub(r"\\\1", prefix)
+def escaped(text: str) -> str:
+    """A text that a pattern of SCAN takes as it stands."""
+    return _GLOB.sub(r"\\\1", text)
 
 
 def _text(item: Any) -> Any:

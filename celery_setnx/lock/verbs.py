@@ -282,3 +282,11 @@ def if_same(client: Any, cases: Sequence[IfSame]) -> list[bool | Error]:
         (keys, (*values, "" if last_s is None else int(last_s * 1000))) for keys, values, last_s in cases
     ]
     return [reply[0] == "done" if isinstance(reply, list) else reply for reply in IF_SAME.many(client, calls)]
+
+
+def if_this_is_same(client: Any, case: IfSame) -> bool:
+    """As `if_same`, of one case; an error is raised."""
+    (is_done,) = if_same(client, [case])
+    if not isinstance(is_done, bool):
+        raise is_done
+    return is_done
