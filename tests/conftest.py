@@ -160,6 +160,13 @@ def locks(server, foreign_keys) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
+def own_locks() -> Iterator[redis.Redis]:
+    """A client of a server that nobody else uses: the test may change its settings."""
+    with EmbeddedServer() as own, redis.Redis.from_url(own.url(), decode_responses=True) as client:
+        yield client
+
+
+@pytest.fixture
 def limited(server, locks) -> Iterator[Callable[..., str]]:
     """Called with the rules for a user, it gives that user's URL of the lock database, or of another."""
 

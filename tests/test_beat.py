@@ -466,16 +466,16 @@ def race(locks: redis.Redis, key: str, order: tuple[str, ...]) -> list[tuple[int
     return sent
 
 
-def test_schedule_goes_on_though_the_servers_memory_is_full(locks):
+def test_schedule_goes_on_though_the_servers_memory_is_full(own_locks):
     """A leader keeps its lead then, and its entries are known already; or there are few."""
-    held, entries = SetnxLock(locks, "t:{full}").acquire().lock, "t:{full}:entries"
-    _recall(locks, entries=entries, seen=[("a", 5)])
-    locks.config_set("maxmemory", 1)
+    held, entries = SetnxLock(own_locks, "t:{full}").acquire().lock, "t:{full}:entries"
+    _recall(own_locks, entries=entries, seen=[("a", 5)])
+    own_locks.config_set("maxmemory", 1)
     try:
         told = _tick(held, entries=entries, entry="a", before=5, run=9, missed=0)
-        found = _recall(locks, entries=entries, seen=[("a", 1), ("b", 7)])
+        found = _recall(own_locks, entries=entries, seen=[("a", 1), ("b", 7)])
     finally:
-        locks.config_set("maxmemory", 0)
+        own_locks.config_set("maxmemory", 0)
     assert (told, found) == (["ticked", "9", "1"], ["9 1 0", "7 0 0"])
 
 

@@ -176,16 +176,16 @@ def test_delivery_that_ran_again_takes_back_what_the_one_before_has_noted(locks)
     assert done_by(locks, "k") is None
 
 
-def test_success_is_taken_back_when_memory_is_full(locks):
+def test_success_is_taken_back_when_memory_is_full(own_locks):
     """What is removed needs no memory, and after a removal its record may be written too."""
-    held = success_of(locks, "a|0|1a").acquire(token="a|0|2b").lock
-    locks.config_set("maxmemory", 1)
+    held = success_of(own_locks, "a|0|1a").acquire(token="a|0|2b").lock
+    own_locks.config_set("maxmemory", 1)
     try:
-        assert forget_done(locks, [Failure("k", "a|0|2b", 1)]) is None
+        assert forget_done(own_locks, [Failure("k", "a|0|2b", 1)]) is None
     finally:
-        locks.config_set("maxmemory", 0)
+        own_locks.config_set("maxmemory", 0)
     assert held.release(done_for=60) == "released"
-    assert done_by(locks, "k") is None
+    assert done_by(own_locks, "k") is None
 
 
 @pytest.mark.parametrize("limit", [2, 3])

@@ -26,6 +26,7 @@ from celery_setnx.run.courier import Order
 from celery_setnx.run.looks import Swept
 from celery_setnx.run.revoked import RevokedLately
 from celery_setnx.run.sweep import Sweep
+from examples.embedded import EmbeddedServer
 from tests.harness import due_set, server_us, wait_until
 
 
@@ -36,6 +37,13 @@ class Courier:
         self.order = order
         self.may_be_woken = order.call.task != "gone"
         self.is_stamped = True
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedServer]:
+    """A server that no worker of another test uses: its commands are counted."""
+    with EmbeddedServer() as server:
+        yield server
 
 
 @pytest.fixture
