@@ -160,10 +160,10 @@ def locks(server, foreign_keys) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
-def own_locks() -> Iterator[redis.Redis]:
-    """A client of a server that nobody else uses: the test may change its settings."""
+def own_locks(foreign_keys) -> Iterator[redis.Redis]:
+    """As `locks`, of a server that nobody else uses: the test may change its settings."""
     with EmbeddedServer() as own, redis.Redis.from_url(own.url(), decode_responses=True) as client:
-        yield client
+        yield from emptied(client, foreign_keys)
 
 
 @pytest.fixture

@@ -180,10 +180,8 @@ def test_success_is_taken_back_when_memory_is_full(own_locks):
     """What is removed needs no memory, and after a removal its record may be written too."""
     held = success_of(own_locks, "a|0|1a").acquire(token="a|0|2b").lock
     own_locks.config_set("maxmemory", 1)
-    try:
-        assert forget_done(own_locks, [Failure("k", "a|0|2b", 1)]) is None
-    finally:
-        own_locks.config_set("maxmemory", 0)
+    assert forget_done(own_locks, [Failure("k", "a|0|2b", 1)]) is None
+    own_locks.config_set("maxmemory", 0)
     assert held.release(done_for=60) == "released"
     assert done_by(own_locks, "k") is None
 

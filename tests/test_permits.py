@@ -16,7 +16,6 @@ from celery_setnx.lock.names import permit_names, permits_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
 from celery_setnx.lock.verbs import serve
-from examples.embedded import EmbeddedServer
 from tests.harness import lock_keys
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
 
@@ -264,28 +263,27 @@ def test_what_is_known_of_permits_may_be_garbage(locks, text):
 # What a server refuses
 
 
-def test_full_server_gives_no_permit_and_serves_whoever_holds_one():
+def test_full_server_gives_no_permit_and_serves_whoever_holds_one(own_locks):
     """Renewal, hold, release, hand-over, rest and the line need no memory."""
-    with EmbeddedServer() as server, redis.Redis.from_url(server.url(), decode_responses=True) as client:
-        held = [the_lock(client, 4) for _ in range(4)]
-        outcomes = [lock.acquire(token=task_token(f"t{number}", 0, "0a")) for number, lock in enumerate(held)]
-        for task_id, since in (("a", 10.0), ("b", 20.0), ("c", 30.0)):
-            wait(client, task_id, since, 4)
-        client.config_set("maxmemory", "1")
-        with pytest.raises(LockUnavailable):
-            of_task(client, "new", 5)
-        for outcome in outcomes:
-            outcome.lock.renew()
-        assert held[1].release() == "released"
-        assert held[1].heirs[-1].task_id == "a"
-        assert outcomes[2].lock.hold(LEASE) == "held_for_retry"
-        assert outcomes[3].lock.release(at_least_for=500) == "resting"
-        place = Place(NAME, "b", 0, 200_000.0, terms=Terms(4))  # longer than anything is known yet
-        assert park(client, place, since=20.0, call="wake b").state == "parked"
-        assert leave(client, Place(NAME, "c", 0, 60.0, terms=Terms(4)), copy="c1") == "left"
-        assert the_lock(client, 4).free_held("t2")
-        assert serve(the_lock(client, 4)).heir.task_id == "b"
-        assert all(client.pttl(key) > 0 for key in client.scan_iter())
+    held = [the_lock(own_locks, 4) for _ in range(4)]
+    outcomes = [lock.acquire(token=task_token(f"t{number}", 0, "0a")) for number, lock in enumerate(held)]
+    for task_id, since in (("a", 10.0), ("b", 20.0), ("c", 30.0)):
+        wait(own_locks, task_id, since, 4)
+    own_locks.config_set("maxmemory", "1")
+    with pytest.raises(LockUnavailable):
+        of_task(own_locks, "new", 5)
+    for outcome in outcomes:
+        outcome.lock.renew()
+    assert held[1].release() == "released"
+    assert held[1].heirs[-1].task_id == "a"
+    assert outcomes[2].lock.hold(LEASE) == "held_for_retry"
+    assert outcomes[3].lock.release(at_least_for=500) == "resting"
+    place = Place(NAME, "b", 0, 200_000.0, terms=Terms(4))  # longer than anything is known yet
+    assert park(own_locks, place, since=20.0, call="wake b").state == "parked"
+    assert leave(own_locks, Place(NAME, "c", 0, 60.0, terms=Terms(4)), copy="c1") == "left"
+    assert the_lock(own_locks, 4).free_held("t2")
+    assert serve(the_lock(own_locks, 4)).heir.task_id == "b"
+    assert all(own_locks.pttl(key) > 0 for key in own_locks.scan_iter())
 
 
 NEEDED = {"time", "mget", "set", "pttl", "exists"}
