@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 WAIT_S = 1.0
 """Seconds for which a fork waits at most: a thread may be waiting for a Redis that does not answer."""
@@ -33,6 +35,26 @@ class BetweenForks:
             self._within[own] -= 1
             self._within += Counter()  # forget who is out
             self._changed.notify_all()
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Within, let forks happen: while a thread waits."""
+        own = threading.get_ident()
+        with self._changed:
+            count = self._within.pop(own, 0)
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._forking)
+                self._within[own] += count
+                self._within += Counter()
+
+    def give_way(self) -> None:
+        """Between two pieces of work: let a fork happen that waits."""
+        with self.away():
+            pass
 
     def close(self) -> None:
         """Before a fork: let nobody else in, and wait until nobody is within."""

@@ -6,9 +6,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
+from celery_setnx.forks import between_forks
 from celery_setnx.log import Log
 
 logger = Log("celery_setnx")
@@ -20,12 +21,16 @@ _PAUSE_MAX_S = 1.0
 class Lasting:
     """A daemon thread that takes one step after the other, as long as they say that it is to go on.
 
-    `real`: one of the operating system, also under gevent and eventlet.
+    `real`: one of the operating system, also under gevent and eventlet. `in_parent`: beside a thread that
+    forks, which it lets do so only while it is `away`.
     """
 
-    def __init__(self, name: str, step: Callable[[], bool], *, real: bool = False) -> None:
+    def __init__(
+        self, name: str, step: Callable[[], bool], *, real: bool = False, in_parent: bool = False
+    ) -> None:
         self.runs = False
         self._name, self._step, self._real = name, step, real
+        self._at_work = between_forks if in_parent else nullcontext()
         self._starting = threading.Lock()
         self._has_run = False
         self._kept_alive_by: Any = None
@@ -53,14 +58,16 @@ class Lasting:
         try:
             while True:
                 try:
-                    if not self._step():
+                    with self._at_work:
+                        goes_on = self._step()
+                    if not goes_on:
                         self._has_run = False  # it was told to end
                         return
                     pause_s = _PAUSE_S
                 except BaseException as error:
                     if is_killed(error):
                         raise
-                    with suppress(Exception):
+                    with suppress(Exception), self._at_work:
                         text = "The thread %s met an error, and goes on in %g s."
                         logger.error(text, self._name, pause_s, exc_info=error)
                     time.sleep(pause_s)

@@ -5,9 +5,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
 
 from celery_setnx import forks
 from celery_setnx.forks import between_forks
+from celery_setnx.run import sweep
+from celery_setnx.run.ends import Ends
+from celery_setnx.run.looks import Swept, TimedLooks
 from tests.bounds import bound
 from tests.harness import exit_code_of_fork
 
@@ -50,6 +58,64 @@ def test_fork_waits_for_a_bounded_time():
         assert not go_on.is_set()
     with between_forks:
         pass
+
+
+def test_fork_waits_for_no_thread_that_is_away(monkeypatch):
+    """It is at work, and waits for something amid it."""
+    monkeypatch.setattr(forks, "WAIT_S", 600.0)
+
+    def work(go_on: threading.Event) -> None:
+        with between_forks.away():
+            go_on.wait(100)
+
+    with thread_within(work) as go_on:
+        assert exit_code_of_fork(lambda: 7) == 7
+        assert not go_on.is_set()
+
+
+Starts = Callable[[Callable[[], None]], Any]
+
+
+def sweeping(work: Callable[[], None]) -> Any:
+    app = Celery("forks", broker="memory://", set_as_current=False)
+    app.conf.setnx_url = "redis://127.0.0.1:1/0"
+    step = sweep.Sweep(SimpleNamespace(app=app))
+    sweep.declare_queues = lambda _app: work()
+    step.start(step._worker)
+    return lambda: step.stop(None)
+
+
+def looking(work: Callable[[], None]) -> Any:
+    looks = TimedLooks(lambda: work() or Swept(0, None))  # type: ignore[func-returns-value]
+    looks.soon()
+    return looks.stop
+
+
+def watching(work: Callable[[], None]) -> Any:
+    class Request:
+        worker_pid = property(lambda _self: work())
+
+    request = Request()
+    Ends().watch(request)
+    return lambda: request
+
+
+@pytest.mark.parametrize("start", [sweeping, looking, watching])
+def test_worker_forks_while_none_of_its_threads_is_at_work(start: Starts, monkeypatch):
+    """From their first line on: the child of a worker that has just started is born beside them."""
+    monkeypatch.setattr(forks, "WAIT_S", 600.0)
+    monkeypatch.setattr(sweep, "declare_queues", sweep.declare_queues)
+    at_work, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        at_work.set()
+        time.sleep(0.2)
+        done.set()
+
+    stop = start(work)
+    at_work.wait(60)
+    assert exit_code_of_fork(done.is_set) == 1
+    stop()
 
 
 def test_child_may_fork_though_its_parents_thread_was_within():

@@ -191,8 +191,8 @@ def declare_queues(app: Celery) -> None:
         return
     for queue in list(app.amqp.queues.consume_from.values()):
         for wait_s in () if queue.exclusive or queue.auto_delete else (FIRST_S, LATER_S):
-            with between_forks:
-                declared(app, str(queue.name), wait_s)
+            between_forks.give_way()
+            declared(app, str(queue.name), wait_s)
 
 
 def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | None:

@@ -80,7 +80,7 @@ class Ends:
         self._retries: dict[Any, float] = {}
         self._changed = threading.Event()
         self._has_ended = threading.Event()
-        self._thread = Lasting("celery_setnx-ends", self._turn)
+        self._thread = Lasting("celery_setnx-ends", self._turn, in_parent=True)
         self._goes_on = False
         self._asks_again_at = 0.0
         self._fails = False
@@ -139,7 +139,8 @@ class Ends:
 
     def _turn(self) -> bool:
         if not self._goes_on:
-            self._changed.wait()
+            with between_forks.away():
+                self._changed.wait()
             self._changed.clear()
         # Before the first look, too: a stream of short tasks wakes this thread five times a second.
         self._pause()
@@ -148,7 +149,8 @@ class Ends:
         return True
 
     def _pause(self) -> None:
-        self._has_ended.wait(LOOK_S)
+        with between_forks.away():
+            self._has_ended.wait(LOOK_S)
         self._has_ended.clear()
 
     def _look(self) -> bool:
@@ -180,6 +182,7 @@ class Ends:
             if request.worker_pid and has_ended(request.worker_pid):
                 self._running.discard(request)
                 self._kept.pop(request, None)
+                between_forks.give_way()
                 _survive(request.free_dead)
         for request, until in list(self._kept.items()):
             if time.monotonic() > until:
@@ -214,6 +217,7 @@ class Ends:
 
     def _free_retries(self) -> None:
         for request, until in list(self._retries.items()):
+            between_forks.give_way()
             if time.monotonic() > until or not _attempt_before_runs(request):
                 del self._retries[request]
                 _survive(request.free_held)
@@ -221,8 +225,7 @@ class Ends:
 
 def _attempt_before_runs(request: Any) -> bool:
     try:
-        with between_forks:
-            return bool(request.attempt_before_runs())
+        return bool(request.attempt_before_runs())
     except LockUnavailable:
         raise
     except Exception:  # noqa: BLE001 - a callable key's, or whatever it is: it is said when that is freed
@@ -234,6 +237,7 @@ def _forget(batch: list[Ended]) -> None:
     marks: dict[Celery, list[Mark]] = {}
     failures: dict[Celery, list[Failure]] = {}
     for ended in batch:
+        between_forks.give_way()
         if ended.has_place and _leave(ended) == "stale":
             continue  # another message has started it, and what there is may be that one's
         if ended.has_mark:
@@ -246,8 +250,8 @@ def _forget(batch: list[Ended]) -> None:
 
 def _free(what: Mapping[Celery, list[T]], free: Callable[[Any, list[T]], Exception | None]) -> None:
     for app, of_app in what.items():
-        with between_forks:
-            error = free(client_for(app), of_app)
+        between_forks.give_way()
+        error = free(client_for(app), of_app)
         if isinstance(error, LockUnavailable):
             raise error
         if error is not None:
@@ -256,8 +260,7 @@ def _free(what: Mapping[Celery, list[T]], free: Callable[[Any, list[T]], Excepti
 
 def _leave(ended: Ended) -> str:
     try:
-        with between_forks:
-            word = leave_line(ended.app, ended.call)
+        word = leave_line(ended.app, ended.call)
     except LockUnavailable:
         raise
     except Exception as error:  # noqa: BLE001 - one call's trouble is no other's
@@ -276,8 +279,7 @@ def _leave(ended: Ended) -> str:
 def _survive(free: Callable[[], object]) -> None:
     """One request's trouble must not end the watch over all the others."""
     try:
-        with between_forks:
-            free()
+        free()
     except Exception:
         logger.exception("The lock of a call that has ended was not freed; its lease ends it.")
 

@@ -41,8 +41,8 @@ class HeldCouriers:
         self._asks_at = now + _ASKS_S
         old = [courier for courier in couriers if now - courier.held_since >= _YOUNG_S]
         for start in range(0, len(old), _MANY):
-            with between_forks:
-                _let_go(worker, client, old[start : start + _MANY])
+            between_forks.give_way()
+            _let_go(worker, client, old[start : start + _MANY])
 
 
 def _let_go(worker: Any, client: redis.Redis, couriers: Sequence[Any]) -> None:

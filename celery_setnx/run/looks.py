@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from celery_setnx.exceptions import SetnxError
+from celery_setnx.forks import between_forks
 from celery_setnx.log import Log
 from celery_setnx.threads import Lasting
 
@@ -56,7 +57,7 @@ class TimedLooks:
         self._has_ended = False  # a delivery, and what it has noted is not known
         self._noting = threading.Lock()
         self._changed, self._stopped = threading.Event(), threading.Event()
-        self._thread = Lasting("celery_setnx-looks", self._turn)
+        self._thread = Lasting("celery_setnx-looks", self._turn, in_parent=True)
 
     def soon(self) -> None:
         """Look now, and then for as long as a line is due soon: a delivery has ended."""
@@ -97,11 +98,14 @@ class TimedLooks:
 
     def _turn(self) -> bool:
         left_s = self._left_s()
-        self._changed.wait(left_s if left_s < math.inf else None)
+        with between_forks.away():
+            self._changed.wait(left_s if left_s < math.inf else None)
         self._changed.clear()  # first: what is said from now on is heard in the next turn
         if self._left_s() > 0.0:
             return not self._stopped.is_set()
-        if self._stopped.wait(max(self._earliest_at - time.monotonic(), 0.0)):
+        with between_forks.away():
+            is_stopped = self._stopped.wait(max(self._earliest_at - time.monotonic(), 0.0))
+        if is_stopped:
             return False
         with self._noting:
             has_ended, self._has_ended, self._due_at = self._has_ended, False, math.inf

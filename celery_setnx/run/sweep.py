@@ -127,7 +127,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         except OptionError:  # its calls say that
             return
         self._usual_at = time.monotonic()
-        self._thread = Lasting("celery_setnx-sweep", partial(self._turn, worker.app))
+        self._thread = Lasting("celery_setnx-sweep", partial(self._turn, worker.app), in_parent=True)
         self.ensure()
         _sweeping.add(self)
 
@@ -173,7 +173,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if not self._has_declared:
             self._has_declared = True
             _declare_queues(app)
-        if self._stopped.wait(self._wait_s):
+        with between_forks.away():
+            is_stopped = self._stopped.wait(self._wait_s)
+        if is_stopped:
             return False
         self._do_what_looks_left()
         began, has_more = time.monotonic(), False
@@ -210,9 +212,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Ask the result backends, and tell of the take-overs, for which no look waits."""
         while self._left_by_looks:
             (key, _task_id), do = self._left_by_looks.popitem()
+            between_forks.give_way()
             try:
-                with between_forks:
-                    do()
+                do()
             except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
                 say_loudly(error)
                 text = "The line of %s was not served after a look, and is when it is due again: %s"
@@ -231,13 +233,12 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         later = self._left_by_looks if only_paced else None
         if only_paced:
             tasks = [name for name in tasks if name in paced]
-        with between_forks:
-            claimed = claim(self._client, lines, tasks, paced)
+        claimed = claim(self._client, lines, tasks, paced)
         due = [claimed.next_s]
         # Those first that are to be looked at to the moment.
         for task, entry in sorted(claimed.lines, key=lambda line: line[0] not in paced):
-            with between_forks:
-                within = self._serve(app, lines, task, entry, claimed, later)
+            between_forks.give_way()
+            within = self._serve(app, lines, task, entry, claimed, later)
             due.append(within if task in paced else None)
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
@@ -246,8 +247,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if couriers:
             self._held.let_go(self._worker, self._client, couriers)
         if not is_early:
-            with between_forks:
-                self._unswept.look(app, self._client, claimed)
+            between_forks.give_way()
+            self._unswept.look(app, self._client, claimed)
         next_s = min((next_s for next_s in due if next_s is not None), default=None)
         return Swept(len(claimed.lines), next_s, claimed.are_more, claimed.error)
 
@@ -281,8 +282,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             is_revoked = is_revoked or (revoked_stamps and _is_revoked_as(request.stamps_of_call))
             if is_revoked or not request.may_be_woken:
                 if _put_back(app, order):
-                    with between_forks:
-                        send_again(app, order)
+                    send_again(app, order)
                 self._left.add(request)
             elif not request.is_stamped and request not in self._stamped:
                 _put_back(app, order)
@@ -325,8 +325,8 @@ def look_soon(app: Celery, task: str) -> None:
 
 def _put_back(app: Celery, order: Order) -> bool:
     """Put a call back into its line, which may be due soon: whether it waits still."""
-    with between_forks:
-        waits = put_back(app, order, wait_s=0.0) is not None
+    between_forks.give_way()
+    waits = put_back(app, order, wait_s=0.0) is not None
     look_soon(app, order.call.task)
     return waits
 

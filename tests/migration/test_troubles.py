@@ -156,7 +156,7 @@ def test_task_that_retries_itself(busy, tasks, shop, journal):
     for task in (tasks.once.retrying, tasks.ours.retrying):
         result = task.delay("again")
         assert result.get(timeout=60) == "again"
-        assert received(busy, result) == 2
+        assert started(journal, result) == 2  # one that comes before its run has ended is received again
 
 
 def test_recipe_task_that_retries_itself(tasks, journal, start_worker):
