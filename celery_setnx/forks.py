@@ -36,9 +36,18 @@ class BetweenForks:
             self._within += Counter()  # forget who is out
             self._changed.notify_all()
 
+    def wait(self, event: threading.Event, timeout: float | None = None) -> bool:
+        """Wait for an event amid the work, as `event.wait`: meanwhile forks may happen."""
+        with self._away():
+            return event.wait(timeout)
+
+    def give_way(self) -> None:
+        """Between two pieces of work: let a fork happen that waits."""
+        with self._away():
+            pass
+
     @contextmanager
-    def away(self) -> Iterator[None]:
-        """Within, let forks happen: while a thread waits."""
+    def _away(self) -> Iterator[None]:
         own = threading.get_ident()
         with self._changed:
             count = self._within.pop(own, 0)
@@ -48,13 +57,8 @@ class BetweenForks:
         finally:
             with self._changed:
                 self._changed.wait_for(lambda: not self._forking)
-                self._within[own] += count
-                self._within += Counter()
-
-    def give_way(self) -> None:
-        """Between two pieces of work: let a fork happen that waits."""
-        with self.away():
-            pass
+                if count:
+                    self._within[own] = count
 
     def close(self) -> None:
         """Before a fork: let nobody else in, and wait until nobody is within."""

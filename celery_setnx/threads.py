@@ -22,7 +22,7 @@ class Lasting:
     """A daemon thread that takes one step after the other, as long as they say that it is to go on.
 
     `real`: one of the operating system, also under gevent and eventlet. `in_parent`: beside a thread that
-    forks, which it lets do so only while it is `away`.
+    forks. No fork happens during a step, but where that waits or gives way: see `between_forks`.
     """
 
     def __init__(

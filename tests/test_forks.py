@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from celery import Celery
@@ -60,51 +59,45 @@ def test_fork_waits_for_a_bounded_time():
         pass
 
 
-def test_fork_waits_for_no_thread_that_is_away(monkeypatch):
+def test_fork_waits_for_no_thread_that_waits_itself(monkeypatch):
     """It is at work, and waits for something amid it."""
     monkeypatch.setattr(forks, "WAIT_S", 600.0)
-
-    def work(go_on: threading.Event) -> None:
-        with between_forks.away():
-            go_on.wait(100)
-
-    with thread_within(work) as go_on:
+    with thread_within(lambda go_on: between_forks.wait(go_on, 100)) as go_on:
         assert exit_code_of_fork(lambda: 7) == 7
         assert not go_on.is_set()
 
 
-Starts = Callable[[Callable[[], None]], Any]
+Work = Callable[[], None]
 
 
-def sweeping(work: Callable[[], None]) -> Any:
+def sweeping(work: Work, patch: pytest.MonkeyPatch) -> Callable[[], object]:
     app = Celery("forks", broker="memory://", set_as_current=False)
     app.conf.setnx_url = "redis://127.0.0.1:1/0"
     step = sweep.Sweep(SimpleNamespace(app=app))
-    sweep.declare_queues = lambda _app: work()
+    patch.setattr(sweep, "declare_queues", lambda _app: work())
     step.start(step._worker)
     return lambda: step.stop(None)
 
 
-def looking(work: Callable[[], None]) -> Any:
+def looking(work: Work, _patch: pytest.MonkeyPatch) -> Callable[[], object]:
     looks = TimedLooks(lambda: work() or Swept(0, None))  # type: ignore[func-returns-value]
     looks.soon()
     return looks.stop
 
 
-def watching(work: Callable[[], None]) -> Any:
+def watching(work: Work, _patch: pytest.MonkeyPatch) -> Callable[[], object]:
     class Request:
         worker_pid = property(lambda _self: work())
 
     request = Request()
     Ends().watch(request)
-    return lambda: request
+    return lambda: request  # which is watched for as long as it lives
 
 
 @pytest.mark.parametrize("start", [sweeping, looking, watching])
-def test_worker_forks_while_none_of_its_threads_is_at_work(start: Starts, monkeypatch):
+def test_worker_forks_while_none_of_its_threads_is_at_work(start, monkeypatch):
     """From their first line on: the child of a worker that has just started is born beside them."""
     monkeypatch.setattr(forks, "WAIT_S", 600.0)
-    monkeypatch.setattr(sweep, "declare_queues", sweep.declare_queues)
     at_work, done = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -112,8 +105,8 @@ def test_worker_forks_while_none_of_its_threads_is_at_work(start: Starts, monkey
         time.sleep(0.2)
         done.set()
 
-    stop = start(work)
-    at_work.wait(60)
+    stop = start(work, monkeypatch)
+    assert at_work.wait(60)
     assert exit_code_of_fork(done.is_set) == 1
     stop()
 

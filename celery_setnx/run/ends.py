@@ -139,8 +139,7 @@ class Ends:
 
     def _turn(self) -> bool:
         if not self._goes_on:
-            with between_forks.away():
-                self._changed.wait()
+            between_forks.wait(self._changed)
             self._changed.clear()
         # Before the first look, too: a stream of short tasks wakes this thread five times a second.
         self._pause()
@@ -149,8 +148,7 @@ class Ends:
         return True
 
     def _pause(self) -> None:
-        with between_forks.away():
-            self._has_ended.wait(LOOK_S)
+        between_forks.wait(self._has_ended, LOOK_S)
         self._has_ended.clear()
 
     def _look(self) -> bool:
@@ -237,7 +235,6 @@ def _forget(batch: list[Ended]) -> None:
     marks: dict[Celery, list[Mark]] = {}
     failures: dict[Celery, list[Failure]] = {}
     for ended in batch:
-        between_forks.give_way()
         if ended.has_place and _leave(ended) == "stale":
             continue  # another message has started it, and what there is may be that one's
         if ended.has_mark:
@@ -259,6 +256,7 @@ def _free(what: Mapping[Celery, list[T]], free: Callable[[Any, list[T]], Excepti
 
 
 def _leave(ended: Ended) -> str:
+    between_forks.give_way()
     try:
         word = leave_line(ended.app, ended.call)
     except LockUnavailable:

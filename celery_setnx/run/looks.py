@@ -98,14 +98,11 @@ class TimedLooks:
 
     def _turn(self) -> bool:
         left_s = self._left_s()
-        with between_forks.away():
-            self._changed.wait(left_s if left_s < math.inf else None)
+        between_forks.wait(self._changed, left_s if left_s < math.inf else None)
         self._changed.clear()  # first: what is said from now on is heard in the next turn
         if self._left_s() > 0.0:
             return not self._stopped.is_set()
-        with between_forks.away():
-            is_stopped = self._stopped.wait(max(self._earliest_at - time.monotonic(), 0.0))
-        if is_stopped:
+        if between_forks.wait(self._stopped, max(self._earliest_at - time.monotonic(), 0.0)):
             return False
         with self._noting:
             has_ended, self._has_ended, self._due_at = self._has_ended, False, math.inf

@@ -173,9 +173,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if not self._has_declared:
             self._has_declared = True
             _declare_queues(app)
-        with between_forks.away():
-            is_stopped = self._stopped.wait(self._wait_s)
-        if is_stopped:
+        if between_forks.wait(self._stopped, self._wait_s):
             return False
         self._do_what_looks_left()
         began, has_more = time.monotonic(), False
