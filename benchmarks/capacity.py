@@ -36,7 +36,7 @@ from celery_setnx.lock.held import HeldLock, renew_all
 from celery_setnx.lock.names import key_name
 from celery_setnx.lock.record import task_token
 from celery_setnx.lock.survey import survey
-from celery_setnx.run.acquire import info_of
+from celery_setnx.run.attempt import info_of
 from examples.embedded import EmbeddedServer
 from tests.topologies.servers import HOST, Cluster
 

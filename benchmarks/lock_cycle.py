@@ -43,7 +43,7 @@ from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.names import key_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.run.acquire import info_of
+from celery_setnx.run.attempt import info_of
 from examples.embedded import EmbeddedServer
 
 LEASE_S = 30
@@ -138,7 +138,7 @@ class TaskLocks:
         )
 
     def acquire(self, name: str) -> HeldLock:
-        """Acquire a lock as a new call does, see `celery_setnx.run.run.Run`.
+        """Acquire a lock as a new call does, see `celery_setnx.run.attempt.Attempt`.
 
         Raises:
             RuntimeError: It is held.

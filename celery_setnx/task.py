@@ -46,8 +46,9 @@ from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of
+from celery_setnx.run.attempt import Attempt
 from celery_setnx.run.courier import add_courier
-from celery_setnx.run.run import Run, is_running, lock_of, warn_of_thread
+from celery_setnx.run.running import is_running, lock_of, warn_of_thread
 from celery_setnx.run.started import track_bodies
 
 if TYPE_CHECKING:
@@ -437,8 +438,8 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
         if is_running(task.request):
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
-        run = Run(task, _guard_of(task), task.request, own_args, kwargs)
-        return run.execute(lambda: has_run(task.name, function(*args, **kwargs)))
+        attempt = Attempt(task, _guard_of(task), task.request, own_args, kwargs)
+        return attempt.execute(lambda: has_run(task.name, function(*args, **kwargs)))
 
     setattr(guarded, DECORATED, own)
     return guarded
@@ -460,7 +461,7 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
     if guard is None or not _is_guarded(guard.app, request):
         return following(*args, **kwargs)
     request._setnx_no_body = True
-    run = Run(task, guard, request, args, kwargs)
+    attempt = Attempt(task, guard, request, args, kwargs)
     if is_from_celery(following) or is_celerys_own(type(task), "__call__"):
         following, request._protected = task.run, 1  # as Celery's own __call__: the request is used up
 
@@ -470,7 +471,7 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
         given, named = begin(args, kwargs) if isinstance(begin, partial) else (args, kwargs)
         return has_run(task.name, following(*given, **named))
 
-    return run.execute(body)
+    return attempt.execute(body)
 
 
 def _as_body_begins(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -44,8 +44,7 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!celery_setnx\b).*")]
 nitpick_ignore = [
     ("py:class", "celery_setnx.task.Function"),
     ("py:class", "celery_setnx.call.message.Call"),
-    ("py:exc", "celery_setnx.run.park.Parked"),
-    ("py:exc", "celery_setnx.run.park.ItsTurn"),
+    ("py:exc", "celery_setnx.run.conflict.WaitInLine"),
 ]
 
 # How wide a cell must be on a phone, by the length of its text; site.css has the widths.

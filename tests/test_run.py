@@ -34,7 +34,8 @@ from celery_setnx.lock.marks import Mark, done_by, mark_all
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import task_token
 from celery_setnx.options import Rate
-from celery_setnx.run.run import Run
+from celery_setnx.run import give_back
+from celery_setnx.run.attempt import Attempt
 from celery_setnx.signals import lock_acquired, lock_lost, lock_released
 from tests.conftest import LOCK_DB
 from tests.harness import age, raising, wait_until
@@ -58,11 +59,11 @@ def task(server, locks) -> Iterator[Any]:
     task.pop_request()
 
 
-def run_of(task: Any, **options: Any) -> Run:
+def run_of(task: Any, **options: Any) -> Attempt:
     if options:
         call = Call(task.name, task.request.id, options=options)
         vars(task.request).update(call.as_headers())
-    return Run(task, task._guard, task.request, (), {})
+    return Attempt(task, task._guard, task.request, (), {})
 
 
 def execute(task: Any, body: Any) -> Any:
@@ -155,11 +156,10 @@ def test_call_that_nobody_asked_is_no_duplicate_of_one_that_has_run(task, locks,
     SetnxLock(locks, KEY).acquire()
     other = Mark(KEY, uuid.uuid4().hex)
     mark_all(locks, [other], dedupe="until_started", lease=600)
-    asking = run_of(task).asking
-    outcome = asking.ask()
-    assert asking.conflict(outcome).queued_as == other.task_id
+    run = run_of(task)
+    assert run._mark().is_queued
     task.backend.mark_as_done(other.task_id, "result")
-    assert asking.conflict(outcome).queued_as is None
+    assert not run._mark().is_queued
     assert locks.get(other.name) == task.request.id
 
 
@@ -247,7 +247,7 @@ def test_repeated_delivery_whose_mark_is_gone_has_not_lapsed(redelivered, locks,
         mark_all(locks, [Mark(KEY, marked_by)], dedupe="until_started", lease=60)
     call = Call(redelivered.name, redelivered.request.id, key=KEY, marked=True)
     vars(redelivered.request).update(call.as_headers())
-    run = Run(redelivered, redelivered._guard, redelivered.request, (), {})
+    run = Attempt(redelivered, redelivered._guard, redelivered.request, (), {})
     assert run.execute(lambda: "ran") == "ran"
     assert ("was the only one queued" in caplog.text) == told
 
@@ -345,13 +345,13 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
     SetnxLock(locks, "warm").acquire().lock.release()  # the server knows the script
     task.app.conf.setnx_url = proxy.url(LOCK_DB)
     run = run_of(task)
-    words, give_back = [], run._release_or_hold
+    words, release_or_hold = [], give_back._release_or_hold
 
     def noting(*details: Any, **options: Any) -> str:
-        words.append(give_back(*details, **options))
+        words.append(release_or_hold(*details, **options))
         return str(words[-1])
 
-    monkeypatch.setattr(run, "_release_or_hold", noting)
+    monkeypatch.setattr(give_back, "_release_or_hold", noting)
     action = {"command": "cut_before", "reply": "drop_reply"}[lost]
     with proxy.fault(action, containing=verbs.RELEASE.sha.encode(), times=4):
         assert run.execute(lambda: "done") == "done"
@@ -378,7 +378,7 @@ def test_lock_is_lost_if_another_has_had_it_beside_the_body(task, proxy, locks, 
     task.app.conf.setnx_url = proxy.url(LOCK_DB)
     run, sent = run_of(task), []
     token = f"{task.request.id}|1|ab" if hold else None
-    monkeypatch.setattr(run, "_send", lambda signal, **_details: sent.append(signal))
+    monkeypatch.setattr(run, "send", lambda signal, **_details: sent.append(signal))
 
     def acquire() -> None:
         assert rival.acquire(token=token).acquired

@@ -148,7 +148,7 @@ def test_time_limit_is_passed_on_wherever_it_strikes(task, monkeypatch, strikes)
 
 
 FAILURES = {
-    "in_line": ("celery_setnx.run.park.park", SoftTimeLimitExceeded()),
+    "in_line": ("celery_setnx.lock.line.park", SoftTimeLimitExceeded()),
     "with_courier": ("celery_setnx.run.courier.Order.send", SoftTimeLimitExceeded()),
     "reply_of_broker_lost": ("celery_setnx.run.courier.Order.send", OSError("no reply")),
 }
@@ -196,9 +196,9 @@ SENDING = {
     "reply_of_broker_lost": ("celery_setnx.call.back.Message.send", OSError("no reply")),
 }
 STRUCK_AT = {
-    "what becomes of it": ("celery_setnx.run.run.Run._fate_of", SoftTimeLimitExceeded()),
-    "the end of its wait": ("celery_setnx.run.run.Run._end_wait", SoftTimeLimitExceeded()),
-    "the end of its mark": ("celery_setnx.run.run.Run._end_mark", SoftTimeLimitExceeded()),
+    "what becomes of it": ("celery_setnx.run.give_back._fate_of", SoftTimeLimitExceeded()),
+    "the end of its wait": ("celery_setnx.run.give_back._end_wait", SoftTimeLimitExceeded()),
+    "the end of its mark": ("celery_setnx.run.give_back._end_mark", SoftTimeLimitExceeded()),
 }
 
 
@@ -247,8 +247,8 @@ def test_call_that_fails_as_it_comes_back_from_its_turn_does_not_run_later(task,
         come_back(task, woken, 1.0, "the result is not there yet")
 
     with monkeypatch.context() as patched:
-        patched.setattr("celery_setnx.run.run.Run._result_without_body", struck)
-        patched.setattr("celery_setnx.run.run.Run._fate_of", STRUCK)
+        patched.setattr("celery_setnx.run.attempt.Attempt._begin", struck)
+        patched.setattr("celery_setnx.run.give_back._fate_of", STRUCK)
         with pytest.raises(SoftTimeLimitExceeded):
             arrives(task, woken)
     with pytest.raises(Dropped):

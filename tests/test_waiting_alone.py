@@ -25,7 +25,8 @@ from celery_setnx.run import courier
 from celery_setnx.run import park as parking
 from celery_setnx.run.courier import Order
 from celery_setnx.run.join import holders_end
-from celery_setnx.run.park import Parked, wait_in_line
+from celery_setnx.run.park import Parked
+from celery_setnx.run.park import park as park_running
 from tests.harness import age, due_set, raising
 
 KEY = "setnx:{t}"
@@ -61,10 +62,17 @@ def task() -> Iterator[Any]:
         yield task
 
 
+def stand_in_line(*details: Any) -> None:
+    """Park, and end as the attempt does if the call waits."""
+    _place, parked = park_running(*details)
+    if parked is not None:
+        raise parked
+
+
 def wait(task: Any, *, remaining_s: float = 10.0, waiting: int = 0) -> None:
     call = Call("t", "id-1", key=KEY, call_id="c", since=10.0)
     outcome = Outcome(False, holder=HOLDER, remaining_s=remaining_s, server_time=10.0, waiters=waiting)
-    wait_in_line(task, call, Options(on_conflict="wait"), outcome)
+    stand_in_line(task, call, Options(on_conflict="wait"), outcome)
 
 
 def couriers(app: Celery, queue: str) -> list[Any]:
@@ -95,7 +103,7 @@ def test_call_that_could_not_be_parked_has_a_courier_that_a_worker_heeds(server,
     def fail(*_: Any, **__: Any) -> None:
         raise LockUnavailable(KEY, "away for a moment")
 
-    monkeypatch.setattr(parking, "park", fail)
+    monkeypatch.setattr(parking.line, "park", fail)
     with running(server.url(1), call_id="c") as task:
         with pytest.raises(Parked):
             wait(task)
@@ -164,7 +172,7 @@ def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task
     call = Call("t", "id-1", key=KEY, copy="c0ffee", since=10.0, waits=4, join="id-0", asked=7)
     outcome = Outcome(False, holder=HOLDER, remaining_s=10.0, server_time=12.0)
     with pytest.raises(Parked):
-        wait_in_line(task, call, Options(on_conflict="join"), outcome)
+        stand_in_line(task, call, Options(on_conflict="join"), outcome)
     (told,) = couriers(task.app, "far")
     assert (Order.of(told["order"]).call.task_id, told["order"]["epoch"]) == ("id-1", "")
 
@@ -195,7 +203,7 @@ def test_woken_call_that_has_had_its_lock_is_parked_with_another_courier(server,
     outcome = Outcome(False, holder=holder, ends_first=holder, remaining_s=10.0, server_time=12.0)
     with running(server.url(1), call_id="c") as task:
         with pytest.raises(Parked):
-            wait_in_line(task, call, Options(on_conflict="wait"), outcome)
+            stand_in_line(task, call, Options(on_conflict="wait"), outcome)
         assert len(couriers(task.app, "far")) == had_its_lock
     assert have_begun(locks, [call.place(600)]) == [None]
 

@@ -1,4 +1,4 @@
-"""What becomes of a call whose lock another holds: skip, retry, raise, or what a callable decides."""
+"""A call whose lock another holds, as an `on_conflict` callable sees it: it may skip, retry, wait or fail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Holder
 from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s
-from celery_setnx.run.park import PlaceTaken, may_stand_in_line, wait_in_line
 from celery_setnx.signals import call_deduplicated, lock_conflict
 from celery_setnx.wording import held
 
@@ -31,6 +30,10 @@ _OF_HOLDER = ("task", "task_id", "worker", "state", "fence", "since", "deadline"
 def is_skipped(result: Any) -> bool:
     """True if a task's result is the default `skip_result`: the call was skipped, and did not run."""
     return isinstance(result, Mapping) and result.get("celery_setnx") == _SKIPPED
+
+
+class WaitInLine(Exception):
+    """A callable has chosen to wait: its attempt goes on as with `on_conflict="wait"`."""
 
 
 @dataclass(frozen=True)
@@ -135,27 +138,11 @@ class Conflict:
         """Let the call wait in line: it is woken when its turn has come, first come first served per key.
 
         Raises:
-            celery_setnx.run.park.Parked: When the call waits; Celery stores no state for it.
-            celery_setnx.run.park.ItsTurn: When it need not, because the lock came free; its run goes on.
-            celery.exceptions.Retry: When its message was pickled, when it has a `key` other than the task's,
-                or when its key is not that of its arguments: it waits as with `retry()`.
-            LockTimeout: It has waited for `max_wait`.
+            celery_setnx.run.conflict.WaitInLine: Always; what follows is as with `on_conflict="wait"`.
             OptionError: The task's base class is not ours: its line would be served late, or by nobody.
         """
-        if not is_singleton(self.task):
-            where = f"conflict.wait() of {self.task.name}"
-            raise OptionError(f"{where} needs the base class: add base=SingletonTask")
-        self._check_max_wait()
-        if self.task.request.is_eager:
-            self._come_back(self._backoff())
-        if not may_stand_in_line(self.task, self.call):
-            self.retry()
-        try:
-            wait_in_line(self.task, self.call, self.options, self.outcome)
-        except PlaceTaken:
-            reason = f"another call with its task id waits already, and {self.reason}"
-            call = self.call.as_copy() if self.call.copy == ORIGINAL else self.call  # it has a courier
-            come_back(self.task, call, self._backoff(), reason)
+        self.check_base()
+        raise WaitInLine
 
     def fail(self) -> NoReturn:
         """Fail the task.
@@ -164,6 +151,18 @@ class Conflict:
             AlreadyRunning: Always.
         """
         raise AlreadyRunning(self.task.name, self.key, self._holder(), self.remaining_s, self.options.limit)
+
+    def check_base(self) -> None:
+        """See to it that somebody serves the task's lines: else OptionError."""
+        if not is_singleton(self.task):
+            where = f"conflict.wait() of {self.task.name}"
+            raise OptionError(f"{where} needs the base class: add base=SingletonTask")
+
+    def come_back_as_copy(self) -> NoReturn:
+        """Come back beside another call with its task id, which stands in line."""
+        reason = f"another call with its task id waits already, and {self.reason}"
+        call = self.call.as_copy() if self.call.copy == ORIGINAL else self.call  # it has a courier
+        come_back(self.task, call, self._backoff(), reason)
 
     def wait_for_own(self) -> NoReturn:
         """Wait for another attempt or delivery of this very call, or for its pace, however long it takes."""
@@ -183,50 +182,35 @@ class Conflict:
     def _check_max_wait(self) -> None:
         max_wait = self.options.max_wait
         if max_wait is not None and self.waited_s >= max_wait:
-            found = self.task.name, self.key, self._holder(), self.remaining_s
-            raise LockTimeout(*found, self.waited_s, self.options.limit)
+            self.time_out()
+
+    def time_out(self) -> NoReturn:
+        """Fail the task, which has waited for `max_wait`: LockTimeout."""
+        found = self.task.name, self.key, self._holder(), self.remaining_s
+        raise LockTimeout(*found, self.waited_s, self.options.limit)
+
+    def tell(self, policy: str) -> None:
+        """Say what it has met, and what becomes of it."""
+        lock_conflict.send(
+            sender=self.task,
+            task_id=self.task.request.id,
+            key=self.key,
+            about=self.call.about,
+            holder=self.holder,
+            remaining_s=self.remaining_s,
+            policy=policy,
+        )
+        if self.holder.state == "foreign" and self.remaining_s is None:
+            text = (
+                "%s is locked by a value that is not a time: %r. It never ends; delete it if nobody needs it."
+            )
+            logger.error(text, self.key, self.holder.value, extra=fields(of=self.call))
 
     def _come_back(self, countdown: float, *, own: bool = False) -> NoReturn:
         come_back(self.task, self.call, countdown, self.reason, own=own)
 
 
-def resolve(conflict: Conflict) -> Any:
-    """Apply the policy to a conflict: the task's result, or the exception that ends this attempt."""
-    request = conflict.task.request
-    own = _is_own(conflict.call, conflict.holder)
-    policy = policy_of(conflict.options, request)
-    if own:
-        policy = "wait"
-    elif conflict.queued_as:
-        policy = "skip"
-    elif conflict.outcome.paced and policy in ("skip", "raise") and conflict.has_begun:
-        policy = "retry"  # what refuses it may be its own start
-    lock_conflict.send(
-        sender=conflict.task,
-        task_id=request.id,
-        key=conflict.key,
-        about=conflict.call.about,
-        holder=conflict.holder,
-        remaining_s=conflict.remaining_s,
-        policy="callable" if callable(policy) else policy,
-    )
-    if conflict.holder.state == "foreign" and conflict.remaining_s is None:
-        text = "%s is locked by a value that is not a time: %r. It never ends; delete it if nobody needs it."
-        logger.error(text, conflict.key, conflict.holder.value, extra=fields(of=conflict.call))
-    if own:
-        conflict.wait_for_own()
-    if callable(policy):
-        return policy(conflict)
-    if policy == "skip":
-        return conflict.skip()
-    if policy == "retry":
-        conflict.retry()
-    if policy in ("wait", "join"):
-        conflict.wait()
-    return conflict.fail()
-
-
-def _is_own(call: Call, holder: Holder) -> bool:
+def is_own(call: Call, holder: Holder) -> bool:
     """Whether a call has met itself, another delivery or attempt; not another call with its task id."""
     others = holder.info.get("call")
     # What was handed to it would be its own by now.
@@ -236,7 +220,7 @@ def _is_own(call: Call, holder: Holder) -> bool:
     return holder.task_id == call.task_id and not (is_another and is_first)
 
 
-def resolve_done(task: Task, call: Call, options: Options, done: str) -> Any:
+def skip_done(task: Task, call: Call, options: Options, done: str) -> Any:
     """Skip a call whose like has succeeded within `dedupe_for`."""
     text = "Skipped %s: the same call has succeeded already, as task %s (key %s)."
     logger.info(text, call, done, call.key, extra=fields("skipped", call))

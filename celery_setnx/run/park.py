@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, cast
 
 from celery import Celery, Task
 
 from celery_setnx.call.back import (
     PICKLE,
-    Dropped,
     Message,
     Waits,
     come_back,
@@ -39,7 +38,8 @@ from celery_setnx.call.wake import (
 )
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
-from celery_setnx.lock.line import Found, park
+from celery_setnx.lock import line
+from celery_setnx.lock.line import Found
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.log import Log, fields, say_loudly
@@ -55,14 +55,6 @@ _VISIBILITY_S = 3600.0  # of a broker that has no such timeout
 
 class Parked(Waits):
     """A call waits in line: its delivery has ended, and it is woken when its turn has come."""
-
-
-class PlaceTaken(Exception):
-    """Another call with the same task id stands in the line: this one is to ask again."""
-
-
-class ItsTurn(Exception):
-    """A call that was about to wait may have its lock: it is to acquire it."""
 
 
 def remember_s(app: Celery, options: Options) -> float:
@@ -81,11 +73,12 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
     return is_of_its_line(task.app, call, message.body)
 
 
-def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> NoReturn:
-    """Park the running call: it is woken when its turn has come.
+def park(
+    task: Task, call: Call, options: Options, outcome: Outcome
+) -> tuple[Literal["stale", "taken", "turn", "waits"], Parked | None]:
+    """Stand the running call in line: what came of it, and what is to be raised if it waits.
 
-    Ends with `Parked`; with `ItsTurn` if the lock came free meanwhile; with `Dropped` if another message has
-    started the call; with `PlaceTaken`; or, if the broker takes no courier, as `not_taken_back`.
+    If the broker takes no courier, it ends as `not_taken_back`.
     """
     parking = _Parking(task, call, options, outcome)
     if not parking.message.queue:
@@ -95,11 +88,11 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     try:
         found = parking.ask()
     except SetnxError as error:
-        parking.go_without_place(error)
+        return "waits", parking.go_without_place(error)
     if found.state == "stale":
-        raise Dropped("another message has started this call, or has failed")
+        return "stale", None
     if found.state == "taken":
-        raise PlaceTaken
+        return "taken", None
     parking.note_holder(found)
     # One that was woken had its lock, or Redis has lost the ticket that tells of it: its courier may be gone.
     if parking.is_parked_first or (parking.has_courier and found.state == "new"):
@@ -107,8 +100,8 @@ def wait_in_line(task: Task, call: Call, options: Options, outcome: Outcome) -> 
     elif parking.has_courier and waits_in_broker(task.app):
         parking.order.note_end(task.app, found.server_time)
     if found.state == "handed" or (found.holder is None and found.place == 1 and not outcome.paced):
-        raise ItsTurn  # it came free meanwhile
-    parking.wait(found)
+        return "turn", None  # it came free meanwhile
+    return "waits", parking.wait(found)
 
 
 class _Parking:
@@ -152,9 +145,9 @@ class _Parking:
         """Ask for a place in the line."""
         order = self.order
         place, copy = order.place(self.app), self.met.copy
-        return park(client_for(self.app), place, copy=copy, since=order.call.since, call=order.message)
+        return line.park(client_for(self.app), place, copy=copy, since=order.call.since, call=order.message)
 
-    def go_without_place(self, error: SetnxError) -> NoReturn:
+    def go_without_place(self, error: SetnxError) -> Parked:
         """Redis does not say whether the call is in line."""
         if self.has_begun:  # its ticket sends a courier away
             pause = min(self.countdown, self.options.retry_delay_max)
@@ -169,7 +162,7 @@ class _Parking:
         if self.has_courier or self.order.epoch:  # with none, a worker that has its courier puts it back
             self.order = replace(self.order, epoch="")
             self.send_courier()
-        raise Parked(self.reason, self.countdown) from None
+        return Parked(self.reason, self.countdown)
 
     def note_holder(self, found: Found) -> None:
         """Have a worker look again, unless the lock is whose it was: a sweep may have seen nobody wait."""
@@ -178,7 +171,7 @@ class _Parking:
         elif found.holder is None or found.holder.token != self.ends_first.token:
             self.look_within(remaining_s(found))
 
-    def wait(self, found: Found) -> NoReturn:
+    def wait(self, found: Found) -> Parked:
         """End the delivery, and see to a lock that nobody is going to release."""
         call = self.call
         logger.info(
@@ -194,7 +187,7 @@ class _Parking:
         )
         if not self.outcome.paced:  # else the first start that may be is a sweep's
             self._see_to_lock(found)
-        raise Parked(self.reason, self.countdown)
+        return Parked(self.reason, self.countdown)
 
     def _see_to_lock(self, found: Found) -> None:
         """See to a lock that nobody is going to release."""

@@ -20,8 +20,8 @@ from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
-from celery_setnx.options import UNSET
-from celery_setnx.run import acquire, courier, ends, join, looks, park, run, sweep
+from celery_setnx.run import attempt, courier, decide, ends, give_back, join, looks, park, sweep
+from celery_setnx.run.decide import Ask, End, Facts
 from tests.simulation import calls, locks
 from tests.simulation.scheduler import World
 from tests.simulation.substitutes import monotonic
@@ -82,6 +82,12 @@ def sweep_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep, "let_the_line_go_on", lambda *_args, **_more: unserved)
 
 
+def plant_rules(monkeypatch: pytest.MonkeyPatch, told: decide.Told, *, without: Ask | End) -> None:
+    """Decide without one of the rules."""
+    kept = tuple(rule for rule in decide.RULES[told] if rule.then != without)
+    monkeypatch.setattr(decide, "RULES", {**decide.RULES, told: kept})
+
+
 def no_courier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call parks, and nothing of it is left with the broker."""
     monkeypatch.setattr(courier.Order, "send", lambda *_args, **_more: None)
@@ -89,14 +95,14 @@ def no_courier(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def leaves_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A delivery that has sent itself again leaves the line, in which the new message stands by then."""
-    end_wait = run.Run._end_wait
+    end_wait = give_back._end_wait
 
-    def leave(self: Any, *, parked: bool, goes_on: bool) -> None:
-        end_wait(self, parked=parked, goes_on=goes_on)
-        if self.asking.lingers_since and goes_on and not parked:
-            self.asking.leave()
+    def leave(of: attempt.Attempt, fate: Any) -> None:
+        end_wait(of, fate)
+        if of.lingers_since and fate.back_in is not None and not fate.parked:
+            give_back._leave(of, of.call, give_back.LINGER_S)
 
-    monkeypatch.setattr(run.Run, "_end_wait", leave)
+    monkeypatch.setattr(give_back, "_end_wait", leave)
 
 
 def joins_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +121,7 @@ def joins_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
         is_other = holder.task_id != call.task_id and holder.task == task.name
         return holder.task_id if is_other and holder.state == "running" else call.join
 
-    monkeypatch.setattr(acquire, "joined_by", joined_by)
+    monkeypatch.setattr(attempt, "joined_by", joined_by)
     monkeypatch.setattr(join, "come_back", storing)
 
 
@@ -126,7 +132,7 @@ def late_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def backend_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is delivered again does not ask whether it has ended."""
-    monkeypatch.setattr(run.Run, "_result_before", lambda _run: UNSET)
+    monkeypatch.setattr(attempt.Attempt, "_ask_ended", lambda of: of.facts._replace(ended="no"))
 
 
 def no_timed_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +157,12 @@ def pace_of_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def twin_of_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that came back does not ask whether the delivery that has sent it has succeeded since."""
-    success_before = run.Run._success_before
+    may_have_twin = attempt.Attempt._may_have_twin
 
-    def asking(self: run.Run) -> Any:
-        return success_before(self) if self.call.redelivered or self.call.copy != ORIGINAL else None
+    def asking(of: attempt.Attempt) -> bool:
+        return may_have_twin(of) and (of.call.redelivered or of.call.copy != ORIGINAL)
 
-    monkeypatch.setattr(run.Run, "_success_before", asking)
+    monkeypatch.setattr(attempt.Attempt, "_may_have_twin", asking)
 
 
 def late_release_waits_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +183,7 @@ def parked_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failed_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that fails while it is parked, or sent again, leaves its place and its message behind."""
-    monkeypatch.setattr(acquire.Asking, "end", lambda _asking: None)
+    monkeypatch.setattr(attempt, "end_attempt", lambda _attempt: None)
 
 
 def stored_success_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,31 +193,27 @@ def stored_success_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def success_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call does not ask under its lock whether another has succeeded since it was published."""
-    monkeypatch.setattr(acquire.Asking, "done_by", lambda *_args: None)
+    monkeypatch.setattr(attempt, "done_by", lambda *_args: None)
 
 
 def join_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call runs which the holder's release has overtaken on its way into the line."""
 
-    def without_join(of: run.Run, held: Any) -> Any:
-        done = of.asking.done_by(held)
-        return UNSET if done is None else run.resolve_done(of.task, of.call, of.options, done)
-
-    monkeypatch.setattr(run.Run, "_result_without_body", without_join)
+    plant_rules(monkeypatch, "acquired", without=Ask.ASK_JOINED)
 
 
 def early_retry_gives_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry that came early gives the lock back that was held for it, to look once more."""
-    look_once_more = run.Run._look_once_more
+    known = attempt.Attempt._known
 
-    def looking(of: run.Run, outcome: lock.Outcome) -> None:
+    def knowing(of: attempt.Attempt, **more: Any) -> Facts:
         of.options, options = replace(of.options, hold_on_retry=False), of.options
         try:
-            look_once_more(of, outcome)
+            return known(of, **more)
         finally:
             of.options = options
 
-    monkeypatch.setattr(run.Run, "_look_once_more", looking)
+    monkeypatch.setattr(attempt.Attempt, "_known", knowing)
 
 
 def early_sweeps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +241,13 @@ def death_keeps_mark(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def started_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """STARTED is stored for each message, also over the result of a call that has ended."""
-    init = run.Run.__init__
+    init = attempt.Attempt.__init__
 
-    def storing(of: run.Run, task: Any, guard: Any, came: Any, *args: Any) -> None:
-        run.store_started(task, came)
+    def storing(of: attempt.Attempt, task: Any, guard: Any, came: Any, *args: Any) -> None:
+        attempt.store_started(task, came)
         init(of, task, guard, came, *args)
 
-    monkeypatch.setattr(run.Run, "__init__", storing)
+    monkeypatch.setattr(attempt.Attempt, "__init__", storing)
 
 
 def marks_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,19 +279,21 @@ def paced_line_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
     """A delivery that has waited for another of its call runs as soon as that has given its lock back."""
-    monkeypatch.setattr(run.Run, "_look_once_more", lambda *_args: None)
+    plant_rules(monkeypatch, "acquired", without=End.LOOK_AGAIN)
 
 
 def success_asked_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call asks whether it has succeeded before it has its lock, and not under it."""
-    execute, result_before = run.Run._execute, run.Run._result_before
+    execute, ask_ended = attempt.Attempt._execute, attempt.Attempt._ask_ended
 
-    def asking(of: run.Run, body: Any) -> Any:
-        result = result_before(of)
-        return execute(of, body) if result is UNSET else result
+    def asking(of: attempt.Attempt, body: Any) -> Any:
+        ended = ask_ended(of).ended
+        if ended == "no":
+            return execute(of, body)
+        return of._end_as_stored() if ended == "stored" else of._drop()
 
-    monkeypatch.setattr(run.Run, "_execute", asking)
-    monkeypatch.setattr(run.Run, "_result_before", lambda _run: UNSET)
+    monkeypatch.setattr(attempt.Attempt, "_execute", asking)
+    monkeypatch.setattr(attempt.Attempt, "_ask_ended", lambda of: of.facts._replace(ended="no"))
 
 
 def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,12 +331,12 @@ def end_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def woken_ahead_parks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that was woken just ahead of its start goes back into its line."""
-    asks_again_in = acquire.Asking._asks_again_in
+    asks_again_in = attempt.Attempt._asks_again_in
 
-    def asking(of: acquire.Asking, outcome: lock.Outcome, *, parks_now: bool) -> float:
-        return 0.0 if outcome.paced and of._is_woken else asks_again_in(of, outcome, parks_now=parks_now)
+    def asking(of: attempt.Attempt, outcome: lock.Outcome, *, parks_now: bool) -> float:
+        return 0.0 if outcome.paced and of.is_woken else asks_again_in(of, outcome, parks_now=parks_now)
 
-    monkeypatch.setattr(acquire.Asking, "_asks_again_in", asking)
+    monkeypatch.setattr(attempt.Attempt, "_asks_again_in", asking)
 
 
 def ended_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,588 @@
+"""An attempt: one delivery of one call. It asks for its lock, runs or waits, and gives back what it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Any, NoReturn, cast
+
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Task
+from celery.app.task import Context
+from celery.result import result_from_tuple
+from celery.states import SUCCESS
+from celery.utils.dispatch import Signal
+
+from celery_setnx.arguments import Arguments
+from celery_setnx.call.arrived import let_go
+from celery_setnx.call.back import EVENTS, NONCE, Dropped, come_back, counts_once, tells_redelivery
+from celery_setnx.call.ended import free_ended, stored_end
+from celery_setnx.call.guard import Guard
+from celery_setnx.call.message import Call, RunningCall, has_random_id, retries_of
+from celery_setnx.call.wake import look_within, report_take_over
+from celery_setnx.connection import client_for
+from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
+from celery_setnx.lock.held import HeldLock
+from celery_setnx.lock.keeper import keeper_for_process
+from celery_setnx.lock.line import BEGUN_S
+from celery_setnx.lock.lock import AHEAD_S
+from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
+from celery_setnx.lock.outcome import Outcome
+from celery_setnx.lock.process import identity
+from celery_setnx.lock.receipt import has_receipt
+from celery_setnx.lock.record import ORIGINAL, Holder, task_token
+from celery_setnx.lock.verbs import HAND_OVER_S
+from celery_setnx.log import Log, fields, say_loudly
+from celery_setnx.options import UNSET
+from celery_setnx.run import running
+from celery_setnx.run.conflict import Conflict, WaitInLine, backoff, is_own, policy_of, skip_done
+from celery_setnx.run.decide import Ask, Facts, Policy, decide
+from celery_setnx.run.events import follow
+from celery_setnx.run.give_back import LINGER_S, end_attempt, give_back, lost, wake_heirs
+from celery_setnx.run.join import holders_end, joined_by, result_of
+from celery_setnx.run.park import Parked, may_stand_in_line, park
+from celery_setnx.run.receipt import receipt_of
+from celery_setnx.run.started import store_started
+from celery_setnx.signals import lock_acquired, lock_taken_over, lock_woken, uniqueness_lapsed
+
+logger = Log("celery_setnx")
+
+_LOOK_AGAIN_S = 1.0
+_LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
+_NONCE = re.compile("[0-9a-f]{1,64}")
+_STARTED = "another message has started this call, or has failed"
+
+# What a message has of a call that another call, or what follows, waits for.
+_AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
+
+# A call that meets a lock as young as this, behind as few others, stands in line in its pool slot before it
+# is parked, as a mutex spins before it sleeps: between short bodies a message to and fro would take longer
+# than they do.
+_YOUNG_S = 0.02
+_LINGER_BEHIND = 3
+_LINGER_POLL_S = 0.0005
+
+
+class Attempt:
+    """One delivery of one call: `decide` says what it does next, by the `facts` that it has gathered."""
+
+    def __init__(
+        self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.task, self.guard, self.request = task, guard, request
+        self.call = guard.fitting(Call.of(task.name, vars(request)))
+        self.acquired_at = 0.0
+        self.has_begun = self.has_succeeded = False  # its body
+        self.keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
+        self.is_told = False  # that another thread has asked for its lock
+        self.lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
+        self.has_parked = False  # whether it was about to wait in line when its turn came
+        self.pid = os.getpid()
+        self.held: HeldLock | None = None
+        self.outcome = Outcome(False)
+        self.conflict: Conflict
+        self._waits: Parked | None = None
+        self._stored: Mapping[str, Any] = {}
+        self._why_dropped = _STARTED
+        self._queued_as: str | None = None
+        self._done: str | None = None
+        properties = request.properties or {}
+        if EVENTS in properties:
+            follow(task.app, request.hostname, wanted=properties[EVENTS])
+        try:
+            self.options = guard.options_of(self.call.options)
+            if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
+                guard.check_backend(self.options)
+            given = Arguments.given_to(task, args, kwargs) if request.is_eager else Arguments(args, kwargs)
+            self.lock = guard.lock(self.call, given, info_of(self.call, request.hostname))
+        except SetnxError:
+            if self.call.marked:  # refused here, whatever its producer could know
+                free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])
+            raise
+        if not self.call.key:
+            self.call = self.call._replace(key=self.lock.name)
+        is_awaited = any(getattr(request, name, None) for name in _AWAITED)
+        if self.call.bare and self.options.dedupe_for and not is_awaited:
+            self.call = self.call._replace(unasked=True)  # which its message says, should it come back
+        self.token = task_token(self.call.task_id, retries_of(request.retries), _nonce_of(request))
+        self.keeper = keeper_for_process(self.lock.clock)
+        self.running = RunningCall(self.call)
+        self.running.stand_on(request)
+        self.facts = self._known(is_awaited=is_awaited)
+
+    def __str__(self) -> str:
+        return str(self.call)
+
+    def execute(self, body: Callable[[], Any]) -> Any:
+        """The body's result, or what becomes of the call without it."""
+        self.request._setnx_run = running.RUNNING[id(self)] = self
+        try:
+            return self._execute(body)
+        except (SoftTimeLimitExceeded, LockUnavailable) as error:
+            if not self.has_begun and getattr(error, "unsent", True):
+                end_attempt(self)  # it may have parked, or been sent again, and is told as failed
+            raise
+        finally:  # a body that the same request runs next has a lock of its own
+            del self.request._setnx_run
+            running.RUNNING.pop(id(self), None)
+
+    def _execute(self, body: Callable[[], Any]) -> Any:
+        self.body = body
+        error: BaseException | None = None
+        try:
+            return self._decided()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            give_back(self, error)
+
+    def _decided(self) -> Any:
+        while isinstance(step := decide(self.facts), Ask):
+            self.facts = getattr(self, f"_{step.name.lower()}")()
+        return getattr(self, f"_{step.name.lower()}")()
+
+    def send(self, signal: Signal, **details: Any) -> None:
+        """Send one of our signals about this call."""
+        if signal.receivers:
+            details |= {"key": self.lock.name, "about": self.call.about}
+            signal.send(sender=self.task, task_id=self.request.id, **details)
+
+    def patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
+        """What Redis says, asked again for up to a lease; `unguarded` if the body is to run all the same."""
+        give_up = None
+        pause = 0.05
+        while True:
+            try:
+                return ask()
+            except LockUnavailable as error:
+                if error.unsent:  # the broker's trouble, which no patience with Redis ends
+                    raise
+                say_loudly(error)
+                if self.options.on_redis_error == "run":
+                    logger.warning(
+                        "%s runs unguarded (on_redis_error='run'). %s",
+                        self,
+                        error.brief,
+                        extra=fields("unguarded", self.call),
+                    )
+                    return unguarded
+                if self.options.on_redis_error == "raise":
+                    raise
+                give_up = give_up or self.lock.clock() + self.lock.lease_s
+                if self.lock.clock() >= give_up:
+                    self._come_back_later(error.brief)
+                time.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
+
+    @property
+    def is_woken(self) -> bool:
+        """Whether its turn has come once, so that other messages may start the call, too."""
+        return self.call.copy != ORIGINAL or self.has_parked
+
+    def waited_s(self) -> float:
+        """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
+        since = self.lingers_since or self.call.since
+        return max(0.0, self.outcome.server_time - since) if since else 0.0
+
+    # What is known before anybody is asked.
+
+    def _known(self, *, is_awaited: bool) -> Facts:
+        call, options, request, task = self.call, self.options, self.request, self.task
+        self._policy = policy_of(options, request)
+        is_again = call.redelivered or (task.acks_late and not tells_redelivery(task.app))
+        has_waited = call.redelivered and call.waits and call.copy == ORIGINAL
+        is_done_asked = call.unasked or call.marked is True  # where something waits for it, it runs
+        return Facts(
+            policy=_named(self._policy),
+            again=bool(is_again and not request.is_eager),
+            has_begun=bool(call.redelivered or request.retries),
+            may_be_new=call.bare and not call.redelivered,
+            is_eager=bool(request.is_eager),
+            joins=options.on_conflict == "join" and call.join is not None,
+            asks_queued=bool(
+                options.dedupe == "until_started" and call.bare and not (is_awaited or request.is_eager)
+            ),
+            asks_done=bool(
+                options.dedupe_for
+                and is_done_asked
+                and not (request.callbacks or request.errbacks or request.retries or request.is_eager)
+            ),
+            # Of a message that is acknowledged early there is no other: it has waited for the attempt before.
+            # And a lock that was held for it is kept: given back here, it would be anybody's.
+            looks_again=bool(has_waited and not call.asked and task.acks_late and not options.hold_on_retry),
+        )
+
+    # Questions, by the names that `Ask` has: each returns the facts with what it has learned.
+
+    def _ask_joined(self) -> Facts:
+        """What is stored of the call with whose result this one ends."""
+
+        def ask() -> Any:
+            if self.held is not None:  # the other may have had the lock before, and have given it back since
+                holder, now = None, self.held.server_time()
+            else:
+                seen = self.lock.look()
+                holder, now = seen.longest, seen.server_time
+            self.call, end = holders_end(self.task, self.call, self.options, holder, now)
+            return end
+
+        self.joined_end = self.patiently(ask, UNSET) if self.held is None else ask()
+        return self.facts._replace(joined=self.joined_end is not UNSET)
+
+    def _acquire(self) -> Facts:
+        outcome = self._linger()
+        facts = self.facts._replace(
+            policy=_named(self._policy), freed=None, ended=None, met=False, is_queued=None, place=None
+        )
+        if outcome is None:
+            return facts._replace(told="unguarded")
+        self.outcome, self.held = outcome, outcome.lock
+        if outcome.stale:
+            return facts._replace(told="stale")
+        facts = facts._replace(may_have_ended=self._may_have_ended())
+        if self.held is not None:
+            self.acquired_at = self.lock.clock()
+            self.keeps_mark = facts.again and outcome.mark == self.call.task_id
+            looks_again = facts.looks_again and outcome.taken_over_from is None
+            return facts._replace(
+                told="acquired", joined=None, is_over=self._is_over(_LATE_S), looks_again=looks_again
+            )
+        holder = cast("Holder", outcome.holder)
+        return facts._replace(
+            told="held",
+            is_paced=outcome.paced,
+            is_same=holder.task_id == self.call.task_id,
+            is_own=is_own(self.call, holder),
+            runs=holder.state == "running",
+            is_held_back="held_for_retry" in self._others().values(),
+            is_over=self._is_over(),
+        )
+
+    def _rename(self) -> Facts:
+        """The call that had this task id has begun long ago: this is another, which has no ticket."""
+        self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
+        return self.facts._replace(told=None, may_be_new=False, asks_queued=False)
+
+    def _free_held(self) -> Facts:
+        others = self._others()
+        freed = any(self._frees(others[other], other) for other in others)
+        return self.facts._replace(freed=freed)
+
+    def _ask_ended(self) -> Facts:
+        """Whether the attempt has ended before: release never means that it has."""
+        stored = self._success_before()
+        if stored is not None:
+            is_counted_once = self.request.chord and counts_once(self.task.backend)
+            self._stored, self._why_dropped = stored, "it has succeeded before"
+            return self.facts._replace(ended="stored" if is_counted_once else "told")
+        receipt = receipt_of(self.guard, self.call) if self.facts.again else None
+        # Before its end was reported, a chord has counted it.
+        has_ended = receipt and self.patiently(partial(has_receipt, self.lock.client, receipt), False)
+        if has_ended:
+            self._why_dropped = "it has ended before"
+        return self.facts._replace(ended="told" if has_ended else "no")
+
+    def _mark(self) -> Facts:
+        """Mark the key for a call that nobody has asked for, or find the queued call that it duplicates.
+
+        Beat so publishes a task that it has not imported: else every tick would wait in line, and run.
+        """
+        options, mark = self.options, Mark(self.lock.name, self.call.task_id)
+        terms: dict[str, Any] = {"lease": options.queue_lease, "limit": options.limit}
+        found: Any = None
+        while True:
+            (found,) = mark_all(self.lock.client, [mark], dedupe="until_started", **terms)
+            if not (isinstance(found, Marked) and self._frees(found.state, found.task_id)):
+                break
+        is_queued = isinstance(found, Marked) and found.is_duplicate
+        self._queued_as = found.task_id if is_queued else None
+        if isinstance(found, Marked) and not is_queued:  # else it is not known, and it waits all the same
+            self.call = self.call._replace(marked=True)
+        return self.facts._replace(is_queued=is_queued)
+
+    def _meet(self) -> Facts:
+        """What it has met. A call that joins ends with that one's result, however it waits for it."""
+        call, outcome, facts = self.call, self.outcome, self.facts
+        if self.options.on_conflict == "join" and not facts.is_eager:
+            joined = joined_by(self.task, cast("Holder", outcome.holder), call)
+            self.call = call = call._replace(join=joined, asked=0)
+        since = self.lingers_since or call.since or outcome.server_time
+        queued_as = self._queued_as if facts.is_queued else None
+        conflict = Conflict(self.task, call._replace(since=since), self.options, outcome, queued_as)
+        conflict.tell(policy=facts.told_policy)
+        self.conflict = conflict
+        return facts._replace(met=True, joins=self.options.on_conflict == "join" and call.join is not None)
+
+    def _ask_line(self) -> Facts:
+        self.conflict.check_base()
+        return self.facts._replace(may_stand=may_stand_in_line(self.task, self.conflict.call))
+
+    def _park(self) -> Facts:
+        place, self._waits = park(self.task, self.conflict.call, self.options, self.outcome)
+        self.has_parked = self.has_parked or place == "turn"
+        return self.facts._replace(place=place)
+
+    def _ask_done(self) -> Facts:
+        """Which call has succeeded in this one's stead.
+
+        Asked under the lock, because a success is noted in the step that gives it back.
+        """
+        held = cast("HeldLock", self.held)
+        done: str | None = self.patiently(partial(done_by, self.lock.client, self.lock.name), None)
+        if held.remaining_s() < self.lock.lease_s / 2:  # Redis was away, and nobody has renewed it yet
+            self._come_back_later(
+                f"{self.lock.name} had been held for too long when Redis said that the call is to run"
+            )
+        self._done = done
+        return self.facts._replace(is_done=done not in (None, self.call.task_id))
+
+    def _begin(self) -> Facts:
+        held, outcome, call = cast("HeldLock", self.held), self.outcome, self.call
+        self.request.setnx_lock = held
+        waited_s = self.waited_s()
+        self.keeper.watch(held, self._lost, self.options.at_most_for)
+        if outcome.taken_over_from is not None:
+            dead, told = outcome.taken_over_from, fields("taken_over", call)
+            report_take_over(self.task.app, self, held.key, dead, outcome.server_time, told)
+            self.send(lock_taken_over, fence=held.fence, holder=dead)
+        if call.copy != ORIGINAL:
+            text = "%s has its turn: it waited %.1f s for %s."
+            logger.info(text, self, waited_s, held.key, extra=fields("woken", call))
+            self.send(lock_woken, waited_s=waited_s)
+        self.send(lock_acquired, fence=held.fence, waited_s=waited_s)
+        return self.facts._replace(begun=True)
+
+    # Ends, by the names that `End` has: each returns the call's result, or raises.
+
+    def _run(self) -> Any:
+        # The first start of what is delivered again has ended the mark; but another's was set since.
+        has_begun = self.call.redelivered and self.outcome.mark is None
+        if self.call.marked is True and self.outcome.mark != self.call.task_id and not has_begun:
+            self._report_lapse(self.outcome.mark)
+        store_started(self.task, self.request)
+        if self.keeps_mark:
+            self.patiently(self._free_mark, None)
+            self.keeps_mark = False
+        self.has_begun = True
+        let_go(self.request)
+        result = self.body()
+        self.has_succeeded = not self.request.is_eager  # whose result is stored nowhere
+        return result
+
+    def _run_unguarded(self) -> Any:
+        store_started(self.task, self.request)
+        self.has_begun = True
+        return self.body()
+
+    def _end_as_joined(self) -> Any:
+        return result_of(self.joined_end)
+
+    def _end_as_stored(self) -> Any:
+        """The stored result of a chord's member: Celery may have died before it counted that.
+
+        Callbacks, and what follows in a chain, were sent before it was stored. So nothing is left to be done
+        for other calls, nor where a member that is counted twice would be two.
+        """
+        text = "%s has succeeded before, and is counted again for its chord."
+        logger.info(text, self, extra=fields("dropped", self.call))
+        self.request.chain = self.request.callbacks = None
+        children = self._stored.get("children") or ()
+        self.request._children = [result_from_tuple(child, self.task.app) for child in children]
+        return self._stored.get("result")
+
+    def _skip(self) -> Any:
+        return self.conflict.skip()
+
+    def _skip_done(self) -> Any:
+        return skip_done(self.task, self.call, self.options, cast("str", self._done))
+
+    def _call(self) -> Any:
+        try:
+            return self._policy(self.conflict)
+        except WaitInLine:
+            self.facts = self.facts._replace(policy="wait")
+            return self._decided()
+
+    def _fail(self) -> NoReturn:
+        self.conflict.fail()
+
+    def _time_out(self) -> NoReturn:
+        if self.held is None:
+            self.conflict.time_out()
+        raise LockTimeout(self.task.name, self.lock.name, {}, None, self.waited_s())
+
+    def _come_back(self) -> NoReturn:
+        self.conflict.retry()
+
+    def _come_back_as_copy(self) -> NoReturn:
+        self.conflict.come_back_as_copy()
+
+    def _come_back_for_own(self) -> NoReturn:
+        self.conflict.wait_for_own()
+
+    def _look_again(self) -> NoReturn:
+        """The other may have given the lock back a moment ago: its end is told after its links are sent."""
+        reason = "another delivery of it has had the lock, and may be about to end"
+        come_back(self.task, self.call._replace(asked=1), _LOOK_AGAIN_S, reason, own=True)
+
+    def _wait(self) -> NoReturn:
+        raise cast("Parked", self._waits)
+
+    def _drop(self) -> NoReturn:
+        reason = self._why_dropped
+        logger.info("%s: this message is dropped: %s.", self, reason, extra=fields("dropped", self.call))
+        raise Dropped(reason)
+
+    # What they need.
+
+    def _lost(self, held: HeldLock, reason: str) -> None:
+        lost(self, held, reason)
+
+    def _come_back_later(self, reason: str) -> NoReturn:
+        come_back(self.task, self.call, backoff(self.options, self.call.waits), reason)
+
+    def _is_over(self, late_s: float = 0.0) -> bool:
+        """Whether it has waited for `max_wait`, and so many seconds more."""
+        max_wait = self.options.max_wait
+        return max_wait is not None and self.waited_s() >= max_wait + late_s
+
+    def _others(self) -> dict[str | None, str]:
+        """Which other calls stand in its way, and the states of their locks."""
+        holders = (self.outcome.holder, self.outcome.ends_first)
+        return {each.task_id: each.state for each in holders if each and each.task_id != self.call.task_id}
+
+    def _frees(self, state: str, task_id: str | None) -> bool:
+        """Whether a call has ended which the lock server takes for one that is to come, and is freed."""
+        return free_ended(self.task.app, self.task.name, self.lock.name, task_id, state)
+
+    def _may_have_ended(self) -> bool:
+        """Whether another delivery of this attempt may have ended."""
+        return self.facts.again or self._may_have_twin()
+
+    def _may_have_twin(self) -> bool:
+        """Whether another message, or delivery, of this attempt may have stored its result."""
+        # A message that has waited may have a twin that was delivered again, if it is acknowledged late: its
+        # sender has died, or was not told that the broker has it. One that was woken has one if the lock
+        # server came back with older data, in which it waits.
+        call = self.call
+        was_sent_again = call.copy != ORIGINAL
+        has_waited = was_sent_again or call.waits or self.has_parked or self.lingers_since
+        is_sent_twice = has_waited and (
+            self.task.acks_late or (was_sent_again and has_random_id(call.task_id))
+        )
+        return bool(call.redelivered or is_sent_twice)
+
+    def _success_before(self) -> Mapping[str, Any] | None:
+        """What is stored of this call, if it is another delivery of one that has succeeded."""
+        if not self._may_have_twin():
+            return None
+        stored = stored_end(self.task.app, self.task.name, self.request.id, its_own=True)
+        return stored if stored.get("status") == SUCCESS else None
+
+    def _report_lapse(self, marked_by: str | None) -> None:
+        logger.warning(
+            "%s was the only one queued when it was published, but its mark %s when it started: another call "
+            "of %s may have been published meanwhile. It runs under its lock.",
+            self,
+            f"was that of {marked_by}" if marked_by else "was gone",
+            self.lock.name,
+            extra=fields("lapsed", self.call),
+        )
+        self.send(uniqueness_lapsed, marked_by=marked_by)
+
+    def _free_mark(self) -> None:
+        """The body begins, as with the acquisition of any other delivery."""
+        error = free_all(self.lock.client, [Mark(self.lock.name, self.call.task_id)])
+        if error is not None:
+            raise error
+
+    def _try_to_acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
+        """The outcome; None if Redis cannot be asked, and the body is to run all the same."""
+        call, is_again = self.call, self.facts.again
+        details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
+        if linger or call.attempt or is_again or self.is_woken:
+            # By 0 seconds the first command of a first delivery is known, which may come late: when its call
+            # waits in line.
+            remember_s = BEGUN_S if self.is_woken or (is_again and self.options.may_wait) else 0.0
+            details |= {"copy": call.copy, "attempt": call.attempt, "remember": remember_s}
+            waits_since = call.since if call.copy != ORIGINAL else 0.0
+            details |= {"linger": linger, "since": waits_since if since is None else since}
+        if is_again:
+            details["second"] = True
+        if call.is_one_of_several:
+            details["shared"] = True
+        same_host = self.guard.settings.same_host
+        outcome: Outcome | None = self.patiently(
+            partial(self.lock.acquire_at_death, same_host=same_host, **details), None
+        )
+        if self.lock.heirs:  # it has served the line
+            look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
+            wake_heirs(self)
+        if outcome is not None and outcome.holder is not None and self.request.is_eager:
+            # An eager replace() runs within the body, and under the lock, that it replaces.
+            return None if outcome.holder.task_id == call.task_id else outcome
+        return outcome
+
+    def _linger(self) -> Outcome | None:
+        """Try to acquire; a call that is going to wait tries for some milliseconds, if that may do."""
+        waits = self.options.may_wait and self._policy == "wait"
+        stands = waits and not self.call.shares_id  # else its place in the line may be another call's
+        linger_s = _YOUNG_S if stands else 0.0
+        outcome = self._try_to_acquire(linger=linger_s)
+        if outcome is None or outcome.holder is None:
+            return outcome
+        since = None
+        if stands:
+            self.lingers_since = since = self.call.since or outcome.server_time
+        give_up = self.lock.clock() + LINGER_S
+        parks_now = not stands or outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0
+        while outcome is not None and (pause_s := self._asks_again_in(outcome, parks_now=parks_now)):
+            if self.lock.clock() > give_up:
+                break
+            time.sleep(pause_s)
+            outcome = self._try_to_acquire(linger=linger_s, since=since)
+        return outcome
+
+    def _asks_again_in(self, outcome: Outcome, *, parks_now: bool) -> float:
+        """Seconds after which the call asks again in its pool slot; 0 if it does not."""
+        if outcome.paced and self.is_woken:  # it may have been handed its permit ahead of its start
+            remaining_s = outcome.remaining_s or 0.0
+            return remaining_s if remaining_s <= AHEAD_S else 0.0
+        if parks_now or not self._is_young(outcome.holder, outcome.server_time):
+            return 0.0
+        return _LINGER_POLL_S * max(1, outcome.waiters)
+
+    def _is_young(self, holder: Holder | None, server_time: float) -> bool:
+        """True if another call has had the lock, or was woken for it, since a moment ago."""
+        if holder is None or holder.since is None or holder.task_id == self.call.task_id:
+            return False
+        return holder.state in ("running", "handed") and server_time - holder.since < _YOUNG_S
+
+
+def _named(policy: Any) -> Policy:
+    return "callable" if callable(policy) else policy
+
+
+def info_of(call: Call, worker: str | None) -> str:
+    """What the record of a call's lock says of it, and of this process; the task's id is in the token."""
+    said = _info_of_process(os.getpid(), call.task, worker)
+    if call.is_one_of_several:
+        said = f'{said[:-1]},"call":"{call.call_id}"}}'
+    return f'{said[:-1]},"about":{json.dumps(call.about)}}}' if call.about else said
+
+
+@lru_cache(maxsize=1000)
+def _info_of_process(pid: int, task: str, worker: str | None) -> str:
+    return json.dumps({**identity(), "task": task, "worker": worker}, separators=(",", ":"))
+
+
+def _nonce_of(request: Context) -> str:
+    """What makes the token of this delivery its own: said by the worker's parent, if it has a part in it."""
+    known = (request.properties or {}).get(NONCE)
+    return known if isinstance(known, str) and _NONCE.fullmatch(known) else os.urandom(6).hex()

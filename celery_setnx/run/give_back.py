@@ -1,0 +1,238 @@
+"""What becomes of an attempt's lock, mark and place in line when its delivery ends."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from celery.exceptions import Reject, Retry
+
+from celery_setnx.arguments import Arguments
+from celery_setnx.call.back import ComesBack, Dropped, Waits, seconds_until
+from celery_setnx.call.message import Call
+from celery_setnx.call.wake import leave_line, let_others_start
+from celery_setnx.connection import new_client
+from celery_setnx.exceptions import SetnxError
+from celery_setnx.lock.held import HeldLock
+from celery_setnx.lock.line import BEGUN_S, leave
+from celery_setnx.lock.marks import Mark, extend_all, free_all
+from celery_setnx.lock.record import ENDED, ORIGINAL
+from celery_setnx.lock.verbs import Released
+from celery_setnx.log import Log, fields
+from celery_setnx.options import LONGEST_S
+from celery_setnx.run.park import Parked
+from celery_setnx.signals import lock_lost, lock_released
+
+if TYPE_CHECKING:
+    from celery_setnx.run.attempt import Attempt
+
+logger = Log("celery_setnx")
+
+LINGER_S = 0.1
+"""Seconds for which a call stands in line in its pool slot at most."""
+
+
+class _Fate(NamedTuple):
+    """What becomes of a call when a delivery of it ends."""
+
+    back_in: float | None = None  # seconds until it comes back, if it does
+    hold: bool = False  # whether its lock is held for its retry
+    parked: bool = False
+    dropped: bool = False  # the delivery: the mark may be that of another, or of the retry
+
+
+def give_back(attempt: Attempt, error: BaseException | None) -> None:
+    """Give back what a delivery has that ends, with this error if it raises."""
+    fate = _Fate()
+    try:
+        if error is not None:
+            fate = _fate_of(attempt, error)
+    finally:
+        if attempt.held is not None:
+            _end(attempt, attempt.held, fate)
+        elif attempt.facts.told != "stale":
+            _end_wait(attempt, fate)
+        if not fate.dropped and (attempt.held is None or attempt.keeps_mark):
+            _end_mark(attempt, fate.back_in)
+
+
+def end_attempt(attempt: Attempt) -> None:
+    """Have no message start this attempt any more, which has failed before its body.
+
+    Nor the one that it may have sent of itself. That one is known by the name that this message has: so what
+    is said to have begun is the next attempt. There is none, unless a twin of this delivery has sent its
+    retry.
+    """
+    number = attempt.call.attempt + (not attempt.facts.again)
+    _leave(attempt, attempt.call._replace(attempt=number, copy=ENDED), BEGUN_S)
+
+
+def wake_heirs(attempt: Attempt) -> None:
+    """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
+    let_others_start(attempt.task.app, attempt.task.name, attempt.lock)
+
+
+def lost(attempt: Attempt, held: HeldLock, reason: str) -> None:
+    """Say that an attempt has lost its lock."""
+    call = attempt.call
+    logger.warning(
+        "%s lost its lock %s: %s. Its body runs on, and another may run beside it; lock.ensure() tells "
+        "the body.",
+        attempt,
+        held.key,
+        reason,
+        extra=fields("lost", call),
+    )
+    if call.copy != ORIGINAL:
+        # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
+        with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
+            leave(new_client(attempt.task.app), call.place(BEGUN_S), copy=call.copy)
+    attempt.send(lock_lost, fence=held.fence, reason=reason)
+
+
+def _fate_of(attempt: Attempt, error: BaseException) -> _Fate:
+    back_in = _comes_back_in(attempt, error)
+    is_retry = isinstance(error, Retry) and not isinstance(error, ComesBack)
+    hold = back_in is not None and attempt.options.hold_on_retry and is_retry
+    return _Fate(back_in, hold, isinstance(error, Parked), isinstance(error, Dropped))
+
+
+def _comes_back_in(attempt: Attempt, error: BaseException) -> float | None:
+    """Seconds until the call that ends with this error is delivered again; None if it is not.
+
+    A retry with another key does not affect this lock and this mark: they are given back. The retry of an
+    eager call follows at once, or never.
+    """
+    task = attempt.task
+    if attempt.request.is_eager:
+        return None
+    if isinstance(error, Retry) and not _keeps_key(attempt, error.sig):
+        return None
+    if isinstance(error, (Retry, Waits)):
+        with suppress(ValueError, TypeError, OverflowError):  # it is no time
+            return min(max(0.0, seconds_until(task.app, error.when)), LONGEST_S)
+        return 0.0
+    if isinstance(error, Reject) and error.requeue and task.acks_late:
+        return 0.0
+    return None
+
+
+def _keeps_key(attempt: Attempt, retry: Any) -> bool:
+    """True if the retry's key is this call's: the one that its message names."""
+    task, name = attempt.task, attempt.lock.name
+    if attempt.running.retry is not None:
+        return attempt.running.retry.key == name
+    if retry is None:
+        return True
+    if retry.task != task.name or retry.options.get("task_id") != attempt.request.id:
+        return False  # it has become another call
+    # Not published yet: by a base class that waits for a commit.
+    options = {**attempt.call.options, **(retry.options.get("singleton") or {})}
+    try:
+        given = Arguments.given_to(task, retry.args, retry.kwargs, retry.options.get("serializer"))
+        return attempt.guard.key(given, options) == name
+    except SetnxError:
+        return True  # as its message will say
+
+
+def _end(attempt: Attempt, held: HeldLock, fate: _Fate) -> None:
+    """Forget, then release: a renewal that comes after the release could only do harm."""
+    if os.getpid() != attempt.pid:
+        return  # the body forked, and this is the child's way out: the lock is its parent's
+    keeper, clock = attempt.keeper, attempt.lock.clock
+    watched = keeper.forget(held)
+    held_s = clock() - attempt.acquired_at
+    if watched and held.remaining_s() <= 0:
+        # The keeper may be waiting for a late reply still; the body could no longer rely on the lock.
+        lost(attempt, held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
+        watched = False
+    try:
+        word = _release_or_hold(attempt, held, fate)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
+        text = "%s has ended, but its lock %s was not released: %s "
+        text += "That is tried again until its lease of %g s ends it."
+        logger.warning(text, attempt, held.key, error, held.lease_s, extra=fields(of=attempt.call))
+
+        def again() -> None:  # of a loss it says nothing: a reply that was lost may have been a release's
+            _tell_end(attempt, held, _release_or_hold(attempt, held, fate), held_s)
+
+        keeper.try_again(again, clock() + held.lease_s)
+        return
+    if word in ("gone", "lost") and watched:
+        lost(attempt, held, f"it was {word} when the task ended")
+    _tell_end(attempt, held, word, held_s)
+
+
+def _tell_end(attempt: Attempt, held: HeldLock, word: Released, held_s: float) -> None:
+    """Wake the heir of a lock that was given back, and say that it is released."""
+    wake_heirs(attempt)
+    if word in ("gone", "lost"):
+        return
+    if word == "repaired":
+        text = "%s: a classic client had overwritten %s while we held it."
+        logger.warning(text, attempt, held.key, extra=fields(of=attempt.call))
+    if getattr(attempt.request, "setnx_lock", None) is held:  # else no body has had it
+        attempt.send(lock_released, fence=held.fence, outcome=word, held_s=held_s)
+
+
+def _release_or_hold(attempt: Attempt, held: HeldLock, fate: _Fate) -> Released:
+    """Release the lock, or hold it for the retry that was sent."""
+    options = attempt.options
+    again_s = 0.0 if fate.back_in is None else fate.back_in + options.queue_lease
+    mark_for = again_s if options.dedupe == "until_done" else 0.0
+    done_for = options.dedupe_for or 0.0 if attempt.has_succeeded else 0.0
+
+    def release_or_hold() -> Released:
+        if fate.hold:
+            return held.hold(again_s)
+        if not attempt.has_begun:
+            held.take_start_back()
+        rest = options.at_least_for if attempt.has_begun else 0.0
+        return held.release(at_least_for=rest, mark_for=mark_for, done_for=done_for)
+
+    try:
+        return release_or_hold()
+    except SetnxError:
+        raise
+    except Exception as error:  # noqa: BLE001 - see below
+        # A greenlet that is killed while it reads may get an event meant for that read once more, here
+        # (eventlet). What was given back may be given back again.
+        text = "%s gives its lock %s back once more, after %r"
+        logger.info(text, attempt, held.key, error, extra=fields(of=attempt.call))
+        return release_or_hold()
+
+
+def _end_wait(attempt: Attempt, fate: _Fate) -> None:
+    """A call that goes on waiting keeps its place; one that ended without the lock does not.
+
+    The message with which it goes on may have parked by now: that place is not this delivery's to leave. One
+    in which it has only lingered lapses by itself, in a moment.
+    """
+    wake_heirs(attempt)  # acquired too late to rely on, and given back
+    may_be_in_line = attempt.is_woken or attempt.lingers_since
+    if may_be_in_line and fate.back_in is None and not fate.parked:
+        _leave(attempt, attempt.call, BEGUN_S if attempt.is_woken else LINGER_S)
+
+
+def _end_mark(attempt: Attempt, back_in: float | None) -> None:
+    """A call that goes on waiting keeps its mark, too; not one that ended without its body."""
+    lock = attempt.lock
+    if lock.mark is None:
+        return
+    mark = Mark(lock.name, attempt.call.task_id)
+    if back_in is None:
+        error = free_all(lock.client, [mark])
+    else:
+        error = extend_all(lock.client, [mark], [back_in + attempt.options.queue_lease])
+    if error is not None:
+        text = "%s: its mark was left as it is, and lapses by itself. %s"
+        logger.warning(text, attempt, error, extra=fields(of=attempt.call))
+
+
+def _leave(attempt: Attempt, call: Call, remember_s: float) -> None:
+    try:
+        leave_line(attempt.task.app, call, remember_s)
+    except SetnxError as unheard:
+        text = "%s has ended, and has not left the line: %s"
+        logger.warning(text, attempt, unheard, extra=fields(of=attempt.call))
