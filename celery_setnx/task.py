@@ -48,7 +48,7 @@ from celery_setnx.log import Log, fields
 from celery_setnx.options import Options, SingletonOptions, checked, settings_of
 from celery_setnx.run.attempt import Attempt
 from celery_setnx.run.courier import add_courier
-from celery_setnx.run.running import is_running, lock_of, warn_of_thread
+from celery_setnx.run.run import is_running, lock_of, run, warn_of_thread
 from celery_setnx.run.started import track_bodies
 
 if TYPE_CHECKING:
@@ -439,7 +439,7 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
         attempt = Attempt(task, _guard_of(task), task.request, own_args, kwargs)
-        return attempt.execute(lambda: has_run(task.name, function(*args, **kwargs)))
+        return run(attempt, lambda: has_run(task.name, function(*args, **kwargs)))
 
     setattr(guarded, DECORATED, own)
     return guarded
@@ -471,7 +471,7 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
         given, named = begin(args, kwargs) if isinstance(begin, partial) else (args, kwargs)
         return has_run(task.name, following(*given, **named))
 
-    return attempt.execute(body)
+    return run(attempt, body)
 
 
 def _as_body_begins(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from celery_setnx.lock.verbs import serve
 from celery_setnx.run import looks
 from celery_setnx.run.attempt import Attempt
 from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
+from celery_setnx.run.run import run
 from celery_setnx.run.sweep import Sweep
 from celery_setnx.signals import lock_conflict, lock_taken_over
 from tests.conftest import LOCK_DB
@@ -447,7 +448,7 @@ def test_call_that_is_woken_ahead_of_its_start_waits_for_it_in_its_slot(server, 
     lock_conflict.connect(meets)
     task.request_stack.push(context)
     try:
-        assert Attempt(task, task._guard, context, (), {}).execute(lambda: "ran") == "ran"
+        assert run(Attempt(task, task._guard, context, (), {}), lambda: "ran") == "ran"
     finally:
         task.request_stack.pop()
         lock_conflict.disconnect(meets)

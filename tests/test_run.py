@@ -36,6 +36,7 @@ from celery_setnx.lock.record import task_token
 from celery_setnx.options import Rate
 from celery_setnx.run import give_back
 from celery_setnx.run.attempt import Attempt
+from celery_setnx.run.run import run as guarded
 from celery_setnx.signals import lock_acquired, lock_lost, lock_released
 from tests.conftest import LOCK_DB
 from tests.harness import age, raising, wait_until
@@ -67,7 +68,7 @@ def run_of(task: Any, **options: Any) -> Attempt:
 
 
 def execute(task: Any, body: Any) -> Any:
-    return run_of(task).execute(body)
+    return guarded(run_of(task), body)
 
 
 def test_forked_child_leaves_its_parents_lock_alone(task, locks):
@@ -248,7 +249,7 @@ def test_repeated_delivery_whose_mark_is_gone_has_not_lapsed(redelivered, locks,
     call = Call(redelivered.name, redelivered.request.id, key=KEY, marked=True)
     vars(redelivered.request).update(call.as_headers())
     run = Attempt(redelivered, redelivered._guard, redelivered.request, (), {})
-    assert run.execute(lambda: "ran") == "ran"
+    assert guarded(run, lambda: "ran") == "ran"
     assert ("was the only one queued" in caplog.text) == told
 
 
@@ -314,7 +315,7 @@ def test_lock_that_ran_out_unseen_is_told_at_the_end(task, caplog):
             task.lock.ensure()
         return "done"
 
-    assert run.execute(body) == "done"
+    assert guarded(run, body) == "done"
     assert caplog.text.count("lost its lock setnx:{guarded}: its lease of 30 s ended") == 1
 
 
@@ -330,7 +331,7 @@ def test_disturbed_release_is_repeated_once(task, monkeypatch, caplog, times):
         return release(*details)
 
     monkeypatch.setattr(held, "give_back", disturbing)
-    assert run.execute(lambda: "done") == "done"
+    assert guarded(run, lambda: "done") == "done"
     assert caplog.text.count("gives its lock setnx:{guarded} back once more") == 1
     assert ("was not released: an event" in caplog.text) == (times == 2)
     wait_until(lambda: run.lock.holder() is None, "it is given back")
@@ -354,7 +355,7 @@ def test_release_that_failed_is_tried_again(task, proxy, locks, caplog, monkeypa
     monkeypatch.setattr(give_back, "_release_or_hold", noting)
     action = {"command": "cut_before", "reply": "drop_reply"}[lost]
     with proxy.fault(action, containing=verbs.RELEASE.sha.encode(), times=4):
-        assert run.execute(lambda: "done") == "done"
+        assert guarded(run, lambda: "done") == "done"
         assert "That is tried again until its lease of 30 s ends it." in caplog.text
         rival = SetnxLock(locks, KEY, lease=60).acquire().lock if lost == "reply" else None
         wait_until(lambda: words, "it is given back")
@@ -397,7 +398,7 @@ def test_lock_is_lost_if_another_has_had_it_beside_the_body(task, proxy, locks, 
         proxy.fault("delay", containing=script, skip=1, meanwhile=meanwhile),
         suppress(Retry),
     ):
-        run.execute(body)
+        guarded(run, body)
     assert rival.release() == "released"
     assert sent == [lock_acquired, lock_lost if is_true else lock_released]
 
@@ -440,7 +441,7 @@ def test_release_is_tried_until_redis_is_back(task, proxy, locks, caplog):
     task.app.conf.setnx_url = proxy.url(LOCK_DB)
     run = run_of(task)
     with proxy.fault("cut_before", containing=verbs.RELEASE.sha.encode(), times=10**6) as outage:
-        assert run.execute(lambda: "done") == "done"
+        assert guarded(run, lambda: "done") == "done"
         at_first = outage.struck
         wait_until(lambda: outage.struck > 2 * at_first, "it was tried once more, in vain")
         assert run.lock.holder() is not None
@@ -457,7 +458,7 @@ def test_lock_of_a_call_that_is_gone_is_not_renewed(task, monkeypatch, caplog):
 
     monkeypatch.setattr(keeper, "forget", struck)
     with suppress(SoftTimeLimitExceeded):
-        run.execute(lambda: "done")
+        guarded(run, lambda: "done")
     assert keeper._watched
     del run
     gc.collect()  # redis-py 5.0 leaves the frames of a NOSCRIPT in a cycle
@@ -472,7 +473,7 @@ def test_failing_release_keeps_the_bodys_own_error(task, monkeypatch, caplog):
     run = run_of(task)
     monkeypatch.setattr(held, "give_back", raising(SetnxError("no")))
     with pytest.raises(ZeroDivisionError):
-        run.execute(raising(ZeroDivisionError()))
+        guarded(run, raising(ZeroDivisionError()))
     assert "] has ended, but its lock setnx:{guarded} was not released: no" in caplog.text
     monkeypatch.undo()
     run.lock.release()

@@ -15,7 +15,7 @@ from celery.signals import before_task_publish, task_prerun, task_success, worke
 from kombu.serialization import prepare_accept_content
 
 from celery_setnx import Conflict, LockUnavailable, SetnxLock, SingletonTask, signals
-from celery_setnx.run import acquire, held
+from celery_setnx.run import attempt, held
 from tests.app import wait_for_gate
 from tests.workerapp import app, arrival, body, control, journal, plain, variant
 
@@ -25,7 +25,7 @@ __all__ = ["app", "arrival", "plain"]
 @worker_process_init.connect
 def die_before_wake(**_details: Any) -> None:
     """The first process that has handed a lock over dies before it sends the wake-up."""
-    go_on = vars(acquire)["let_others_start"]
+    go_on = vars(attempt)["let_others_start"]
 
     def die(app: Celery, task: str, lock: SetnxLock) -> None:
         if lock.heirs and control.set("gate:died", "once", nx=True, ex=60):
@@ -34,7 +34,7 @@ def die_before_wake(**_details: Any) -> None:
         go_on(app, task, lock)
 
     if app.conf.get("dies_before_wake"):
-        vars(acquire)["let_others_start"] = die
+        vars(attempt)["let_others_start"] = die
 
 
 if app.conf.get("lets_go_soon"):  # and not after a minute

@@ -8,10 +8,10 @@ import random
 import re
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NoReturn, cast
 
-from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
 from celery.app.task import Context
 from celery.result import result_from_tuple
@@ -24,12 +24,12 @@ from celery_setnx.call.back import EVENTS, NONCE, Dropped, come_back, counts_onc
 from celery_setnx.call.ended import free_ended, stored_end
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, RunningCall, has_random_id, retries_of
-from celery_setnx.call.wake import look_within, report_take_over
-from celery_setnx.connection import client_for
+from celery_setnx.call.wake import let_others_start, look_within, report_take_over
+from celery_setnx.connection import client_for, new_client
 from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
-from celery_setnx.lock.line import BEGUN_S
+from celery_setnx.lock.line import BEGUN_S, leave
 from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.outcome import Outcome
@@ -39,16 +39,14 @@ from celery_setnx.lock.record import ORIGINAL, Holder, task_token
 from celery_setnx.lock.verbs import HAND_OVER_S
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import UNSET
-from celery_setnx.run import running
 from celery_setnx.run.conflict import Conflict, WaitInLine, backoff, is_own, policy_of, skip_done
 from celery_setnx.run.decide import Ask, Facts, Policy, decide
 from celery_setnx.run.events import follow
-from celery_setnx.run.give_back import LINGER_S, end_attempt, give_back, lost, wake_heirs
 from celery_setnx.run.join import holders_end, joined_by, result_of
 from celery_setnx.run.park import Parked, may_stand_in_line, park
 from celery_setnx.run.receipt import receipt_of
 from celery_setnx.run.started import store_started
-from celery_setnx.signals import lock_acquired, lock_taken_over, lock_woken, uniqueness_lapsed
+from celery_setnx.signals import lock_acquired, lock_lost, lock_taken_over, lock_woken, uniqueness_lapsed
 
 logger = Log("celery_setnx")
 
@@ -65,32 +63,34 @@ _AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
 # than they do.
 _YOUNG_S = 0.02
 _LINGER_BEHIND = 3
+LINGER_S = 0.1
 _LINGER_POLL_S = 0.0005
 
 
 class Attempt:
     """One delivery of one call: `decide` says what it does next, by the `facts` that it has gathered."""
 
+    conflict: Conflict
+    held: HeldLock | None = None
+    outcome = Outcome(False)
+    acquired_at = 0.0
+    has_begun = has_succeeded = False  # its body
+    keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
+    is_told = False  # that another thread has asked for its lock
+    lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
+    has_parked = False  # whether it was about to wait in line when its turn came
+    _waits: Parked | None = None
+    _stored: Mapping[str, Any] | None = None
+    _why_dropped = _STARTED
+    _queued_as: str | None = None
+    _done: str | None = None
+
     def __init__(
         self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.task, self.guard, self.request = task, guard, request
         self.call = guard.fitting(Call.of(task.name, vars(request)))
-        self.acquired_at = 0.0
-        self.has_begun = self.has_succeeded = False  # its body
-        self.keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
-        self.is_told = False  # that another thread has asked for its lock
-        self.lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
-        self.has_parked = False  # whether it was about to wait in line when its turn came
         self.pid = os.getpid()
-        self.held: HeldLock | None = None
-        self.outcome = Outcome(False)
-        self.conflict: Conflict
-        self._waits: Parked | None = None
-        self._stored: Mapping[str, Any] = {}
-        self._why_dropped = _STARTED
-        self._queued_as: str | None = None
-        self._done: str | None = None
         properties = request.properties or {}
         if EVENTS in properties:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
@@ -118,31 +118,9 @@ class Attempt:
     def __str__(self) -> str:
         return str(self.call)
 
-    def execute(self, body: Callable[[], Any]) -> Any:
-        """The body's result, or what becomes of the call without it."""
-        self.request._setnx_run = running.RUNNING[id(self)] = self
-        try:
-            return self._execute(body)
-        except (SoftTimeLimitExceeded, LockUnavailable) as error:
-            if not self.has_begun and getattr(error, "unsent", True):
-                end_attempt(self)  # it may have parked, or been sent again, and is told as failed
-            raise
-        finally:  # a body that the same request runs next has a lock of its own
-            del self.request._setnx_run
-            running.RUNNING.pop(id(self), None)
-
-    def _execute(self, body: Callable[[], Any]) -> Any:
+    def decided(self, body: Callable[[], Any]) -> Any:
+        """What the call ends with: the body's result, or what becomes of it without."""
         self.body = body
-        error: BaseException | None = None
-        try:
-            return self._decided()
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            give_back(self, error)
-
-    def _decided(self) -> Any:
         while isinstance(step := decide(self.facts), Ask):
             self.facts = getattr(self, f"_{step.name.lower()}")()
         return getattr(self, f"_{step.name.lower()}")()
@@ -179,6 +157,27 @@ class Attempt:
                     self._come_back_later(error.brief)
                 time.sleep(pause * random.uniform(0.5, 1.0))
                 pause = min(pause * 2, 1.0, self.lock.lease_s / 4)
+
+    def lost(self, held: HeldLock, reason: str) -> None:
+        """Say that it has lost its lock; its body runs on."""
+        call = self.call
+        logger.warning(
+            "%s lost its lock %s: %s. Its body runs on, and another may run beside it; lock.ensure() tells "
+            "the body.",
+            self,
+            held.key,
+            reason,
+            extra=fields("lost", call),
+        )
+        if call.copy != ORIGINAL:
+            # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
+            with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
+                leave(new_client(self.task.app), call.place(BEGUN_S), copy=call.copy)
+        self.send(lock_lost, fence=held.fence, reason=reason)
+
+    def wake_heirs(self) -> None:
+        """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
+        let_others_start(self.task.app, self.task.name, self.lock)
 
     @property
     def is_woken(self) -> bool:
@@ -346,7 +345,7 @@ class Attempt:
         held, outcome, call = cast("HeldLock", self.held), self.outcome, self.call
         self.request.setnx_lock = held
         waited_s = self.waited_s()
-        self.keeper.watch(held, self._lost, self.options.at_most_for)
+        self.keeper.watch(held, self.lost, self.options.at_most_for)
         if outcome.taken_over_from is not None:
             dead, told = outcome.taken_over_from, fields("taken_over", call)
             report_take_over(self.task.app, self, held.key, dead, outcome.server_time, told)
@@ -392,9 +391,10 @@ class Attempt:
         text = "%s has succeeded before, and is counted again for its chord."
         logger.info(text, self, extra=fields("dropped", self.call))
         self.request.chain = self.request.callbacks = None
-        children = self._stored.get("children") or ()
+        stored = self._stored or {}
+        children = stored.get("children") or ()
         self.request._children = [result_from_tuple(child, self.task.app) for child in children]
-        return self._stored.get("result")
+        return stored.get("result")
 
     def _skip(self) -> Any:
         return self.conflict.skip()
@@ -407,7 +407,7 @@ class Attempt:
             return self._policy(self.conflict)
         except WaitInLine:
             self.facts = self.facts._replace(policy="wait")
-            return self._decided()
+            return self.decided(self.body)
 
     def _fail(self) -> NoReturn:
         self.conflict.fail()
@@ -440,9 +440,6 @@ class Attempt:
         raise Dropped(reason)
 
     # What they need.
-
-    def _lost(self, held: HeldLock, reason: str) -> None:
-        lost(self, held, reason)
 
     def _come_back_later(self, reason: str) -> NoReturn:
         come_back(self.task, self.call, backoff(self.options, self.call.waits), reason)
@@ -523,7 +520,7 @@ class Attempt:
         )
         if self.lock.heirs:  # it has served the line
             look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
-            wake_heirs(self)
+            self.wake_heirs()
         if outcome is not None and outcome.holder is not None and self.request.is_eager:
             # An eager replace() runs within the body, and under the lock, that it replaces.
             return None if outcome.holder.task_id == call.task_id else outcome

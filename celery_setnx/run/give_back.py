@@ -4,33 +4,27 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from celery.exceptions import Reject, Retry
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import ComesBack, Dropped, Waits, seconds_until
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import leave_line, let_others_start
-from celery_setnx.connection import new_client
+from celery_setnx.call.wake import leave_line
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.held import HeldLock
-from celery_setnx.lock.line import BEGUN_S, leave
+from celery_setnx.lock.line import BEGUN_S
 from celery_setnx.lock.marks import Mark, extend_all, free_all
-from celery_setnx.lock.record import ENDED, ORIGINAL
+from celery_setnx.lock.record import ENDED
 from celery_setnx.lock.verbs import Released
 from celery_setnx.log import Log, fields
 from celery_setnx.options import LONGEST_S
+from celery_setnx.run.attempt import LINGER_S, Attempt
 from celery_setnx.run.park import Parked
-from celery_setnx.signals import lock_lost, lock_released
-
-if TYPE_CHECKING:
-    from celery_setnx.run.attempt import Attempt
+from celery_setnx.signals import lock_released
 
 logger = Log("celery_setnx")
-
-LINGER_S = 0.1
-"""Seconds for which a call stands in line in its pool slot at most."""
 
 
 class _Fate(NamedTuple):
@@ -66,29 +60,6 @@ def end_attempt(attempt: Attempt) -> None:
     """
     number = attempt.call.attempt + (not attempt.facts.again)
     _leave(attempt, attempt.call._replace(attempt=number, copy=ENDED), BEGUN_S)
-
-
-def wake_heirs(attempt: Attempt) -> None:
-    """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
-    let_others_start(attempt.task.app, attempt.task.name, attempt.lock)
-
-
-def lost(attempt: Attempt, held: HeldLock, reason: str) -> None:
-    """Say that an attempt has lost its lock."""
-    call = attempt.call
-    logger.warning(
-        "%s lost its lock %s: %s. Its body runs on, and another may run beside it; lock.ensure() tells "
-        "the body.",
-        attempt,
-        held.key,
-        reason,
-        extra=fields("lost", call),
-    )
-    if call.copy != ORIGINAL:
-        # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
-        with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
-            leave(new_client(attempt.task.app), call.place(BEGUN_S), copy=call.copy)
-    attempt.send(lock_lost, fence=held.fence, reason=reason)
 
 
 def _fate_of(attempt: Attempt, error: BaseException) -> _Fate:
@@ -145,7 +116,7 @@ def _end(attempt: Attempt, held: HeldLock, fate: _Fate) -> None:
     held_s = clock() - attempt.acquired_at
     if watched and held.remaining_s() <= 0:
         # The keeper may be waiting for a late reply still; the body could no longer rely on the lock.
-        lost(attempt, held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
+        attempt.lost(held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
         watched = False
     try:
         word = _release_or_hold(attempt, held, fate)
@@ -160,13 +131,13 @@ def _end(attempt: Attempt, held: HeldLock, fate: _Fate) -> None:
         keeper.try_again(again, clock() + held.lease_s)
         return
     if word in ("gone", "lost") and watched:
-        lost(attempt, held, f"it was {word} when the task ended")
+        attempt.lost(held, f"it was {word} when the task ended")
     _tell_end(attempt, held, word, held_s)
 
 
 def _tell_end(attempt: Attempt, held: HeldLock, word: Released, held_s: float) -> None:
     """Wake the heir of a lock that was given back, and say that it is released."""
-    wake_heirs(attempt)
+    attempt.wake_heirs()
     if word in ("gone", "lost"):
         return
     if word == "repaired":
@@ -209,7 +180,7 @@ def _end_wait(attempt: Attempt, fate: _Fate) -> None:
     The message with which it goes on may have parked by now: that place is not this delivery's to leave. One
     in which it has only lingered lapses by itself, in a moment.
     """
-    wake_heirs(attempt)  # acquired too late to rely on, and given back
+    attempt.wake_heirs()  # acquired too late to rely on, and given back
     may_be_in_line = attempt.is_woken or attempt.lingers_since
     if may_be_in_line and fate.back_in is None and not fate.parked:
         _leave(attempt, attempt.call, BEGUN_S if attempt.is_woken else LINGER_S)

@@ -20,7 +20,7 @@ from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
-from celery_setnx.run import attempt, courier, decide, ends, give_back, join, looks, park, sweep
+from celery_setnx.run import attempt, courier, decide, ends, give_back, join, looks, park, run, sweep
 from celery_setnx.run.decide import Ask, End, Facts
 from tests.simulation import calls, locks
 from tests.simulation.scheduler import World
@@ -183,7 +183,7 @@ def parked_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def failed_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that fails while it is parked, or sent again, leaves its place and its message behind."""
-    monkeypatch.setattr(attempt, "end_attempt", lambda _attempt: None)
+    monkeypatch.setattr(run, "end_attempt", lambda _attempt: None)
 
 
 def stored_success_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,15 +284,15 @@ def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def success_asked_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call asks whether it has succeeded before it has its lock, and not under it."""
-    execute, ask_ended = attempt.Attempt._execute, attempt.Attempt._ask_ended
+    given_back, ask_ended = run._given_back, attempt.Attempt._ask_ended
 
     def asking(of: attempt.Attempt, body: Any) -> Any:
         ended = ask_ended(of).ended
         if ended == "no":
-            return execute(of, body)
+            return given_back(of, body)
         return of._end_as_stored() if ended == "stored" else of._drop()
 
-    monkeypatch.setattr(attempt.Attempt, "_execute", asking)
+    monkeypatch.setattr(run, "_given_back", asking)
     monkeypatch.setattr(attempt.Attempt, "_ask_ended", lambda of: of.facts._replace(ended="no"))
 
 

@@ -45,7 +45,7 @@ import celery_setnx.run.courier
 import celery_setnx.run.ends
 import celery_setnx.run.events
 import celery_setnx.run.held
-import celery_setnx.run.running
+import celery_setnx.run.run
 import celery_setnx.run.sweep
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
@@ -326,7 +326,7 @@ _STATE: list[tuple[Any, str, Callable[[], Any]]] = [
     (celery_setnx.call.ended, "_asked_again_at", WeakKeyDictionary),
     (celery_setnx.call.later, "_unsent", dict),
     (celery_setnx.run.ends, "_of_process", dict),
-    (celery_setnx.run.running, "RUNNING", dict),
+    (celery_setnx.run.run, "RUNNING", dict),
     (celery_setnx.run.sweep, "_held", WeakSet),
     (celery_setnx.run.sweep, "_sweeping", WeakSet),
     (celery_setnx.run.events, "_hostnames", WeakKeyDictionary),

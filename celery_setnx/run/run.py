@@ -1,24 +1,51 @@
-"""The guarded runs of this process: whose lock a body asks for."""
+"""A guarded run of a task's body, and those of this process: whose lock a body asks for."""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
 
+from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Task
 from celery._state import _task_stack
 from celery.app.task import Context
 
+from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.log import Log
-
-if TYPE_CHECKING:
-    from celery_setnx.run.attempt import Attempt
+from celery_setnx.run.attempt import Attempt
+from celery_setnx.run.give_back import end_attempt, give_back
 
 logger = Log("celery_setnx")
 
 RUNNING: dict[int, Attempt] = {}
 """The attempts of this process that go on, by their own ids."""
+
+
+def run(attempt: Attempt, body: Callable[[], Any]) -> Any:
+    """The body's result, or what becomes of the call without it; whatever it has is given back."""
+    attempt.request._setnx_run = RUNNING[id(attempt)] = attempt
+    try:
+        return _given_back(attempt, body)
+    except (SoftTimeLimitExceeded, LockUnavailable) as error:
+        if not attempt.has_begun and getattr(error, "unsent", True):
+            end_attempt(attempt)  # it may have parked, or been sent again, and is told as failed
+        raise
+    finally:  # a body that the same request runs next has a lock of its own
+        del attempt.request._setnx_run
+        RUNNING.pop(id(attempt), None)
+
+
+def _given_back(attempt: Attempt, body: Callable[[], Any]) -> Any:
+    error: BaseException | None = None
+    try:
+        return attempt.decided(body)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        give_back(attempt, error)
 
 
 def lock_of(task: Task) -> HeldLock | None:
