@@ -146,15 +146,40 @@ def test_call_with_the_task_id_of_one_that_waits_has_not_its_turn(locks, limit, 
         holders[-1].release()
     else:
         locks.delete(holders[-1].key if limit == 1 else permit_names(NAME, 1)[0])
-    lock.heirs.clear()
 
     second = lock.acquire(token=task_token("nightly", 0, "b2"), call_id="b", shared=True)
     assert (second.acquired, second.holder is not None) == (False, True)
-    assert lock.heirs == [Heir("nightly", "first")] * (not is_handed)
+    assert second.is_due is not is_handed
     assert locks.hget(CALLS, "nightly").endswith("|first")
     woken = lock.acquire(token=task_token("nightly", 0, "a1"), call_id="a", shared=True, copy="x1")
     assert woken.acquired
     assert locks.hget(CALLS, "nightly") is None
+
+
+def test_call_passes_nobody_who_waits_and_is_told_whose_turn_it_is(locks, line):
+    """Another program's DEL has handed the lock to nobody: somebody is to look at its line."""
+    line.wait("a")
+    locks.delete(NAME)
+    outcome = line.attempt("b")
+    assert (outcome.acquired, outcome.is_due, outcome.remaining_s) == (False, True, 0.0)
+    assert (outcome.holder.state, outcome.holder.task_id) == ("handed", "a")
+    assert line.members() == ["a"]
+    assert line.attempt("a", "a1").acquired
+
+
+@pytest.mark.parametrize("gone", [1, 10])
+def test_call_passes_those_who_have_not_asked_again(locks, line, gone):
+    """Their processes have died while they asked. Behind ten of them somebody else may wait."""
+    for number in range(gone):
+        assert not line.attempt(f"dead-{number}", linger=0.001).acquired
+    time.sleep(0.002)
+    line.hand_on()
+    for number in range(gone):  # a release has seen to the first ten
+        locks.zadd(LINE, {f"dead-{number}": 1 + number})
+        locks.hset(CALLS, f"dead-{number}", "@7")
+    for key in (LINE, CALLS):
+        locks.expire(key, 60)
+    assert line.attempt("a").acquired == (gone < 10)
 
 
 @pytest.mark.parametrize("key", [LINE, CALLS])

@@ -3,7 +3,7 @@
 Who has which, for how long and in which order, tests/model says.
 """
 
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import redis
@@ -184,30 +184,30 @@ def test_call_whose_own_permit_has_lapsed_beyond_a_lowered_limit_stands_in_line(
     of_task(locks, "a")
     lapse(locks, 2)
     wait(locks, "b", 10.0, limit=2)
-    again = the_lock(locks, 2)
-    asked: list[None] = []
-
-    def serve_once(*_: Any) -> NoReturn:
-        asked.append(None)
-        raise LockUnavailable(NAME, "it would ask for ever")
-
-    again._serve_once = serve_once
-    outcome = again.acquire(token=task_token("a", 0, "0b"))
+    outcome = the_lock(locks, 2).acquire(token=task_token("a", 0, "0b"))
     assert (outcome.acquired, outcome.holder.token, outcome.ends_first.token) == (False, "one", "one")
-    assert asked == []
+    assert not outcome.is_due
 
 
-def test_woken_call_that_finds_more_free_lets_the_line_go_on(locks):
-    """The limit was raised, and nobody has told the line: the first who starts does."""
+def test_woken_call_that_finds_more_free_has_the_line_looked_at(locks):
+    """The limit was raised, and nobody has told the line."""
     (one,) = held_by(locks, "one", limit=1)
     for task_id, since in (("a", 10.0), ("b", 20.0), ("c", 30.0)):
         wait(locks, task_id, since, limit=1)
     one.release()
     woken = the_lock(locks, 3)
-    assert woken.acquire(token=task_token("a", 0, "0a"), copy="a1").acquired
-    assert [heir.task_id for heir in woken.heirs] == ["b", "c"]
-    assert of_task(locks, "b", copy="b1").acquired
-    assert states(locks) == {0: "running", 1: "running", 2: "handed"}
+    assert woken.acquire(token=task_token("a", 0, "0a"), copy="a1").is_due
+    assert [serve(the_lock(locks)).heir.task_id for _ in range(2)] == ["b", "c"]
+    assert not of_task(locks, "b", copy="b1").is_due
+
+
+@pytest.mark.parametrize("starts", [1, 2])
+def test_call_has_the_line_looked_at_if_one_more_may_start(locks, starts):
+    """Else the next start is noted already."""
+    for task_id, since in (("a", 10.0), ("b", 20.0)):
+        wait(locks, task_id, since)
+    paced = SetnxLock(locks, NAME, lease=LEASE, line=True, limit=3, rate=(starts, 60))
+    assert paced.acquire(token=task_token("a", 0, "0a"), copy="a1").is_due == (starts > 1)
 
 
 def test_script_hands_its_permit_to_nobody_as_it_wakes_nobody(locks):

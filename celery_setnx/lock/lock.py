@@ -34,7 +34,6 @@ from celery_setnx.lock.record import (
     US,
     Heir,
     Holder,
-    Served,
     Terms,
     task_of,
 )
@@ -76,7 +75,8 @@ class SetnxLock(NamedLock):
 
     Attributes:
         terms: Its limit and rate.
-        heirs: To whom the lock was handed through this object; whoever wakes them takes them from here.
+        heirs: To whom releases through this object have handed the lock; whoever wakes them takes them from
+            here.
         leaves_line: Whether the last release may have left somebody in line whom it did not serve.
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
@@ -345,14 +345,6 @@ class SetnxLock(NamedLock):
     def _acquire_once(self, token: str, dead: str, call_id: str, message: verbs.Message | None) -> Outcome:
         before = self.clock()
         reply = verbs.acquire(self, token=token, dead=dead, call_id=call_id, message=message)
-        served = 0
-        while reply.word == "line" and self.wakes:
-            if served == MOST_PERMITS:  # of which each goes to the next in line, if nobody living has it
-                text = f"its line was served {MOST_PERMITS} times, and there are more"
-                raise LockUnavailable(self.name, text)
-            self._serve_once(dead)
-            served, before = served + 1, self.clock()
-            reply = verbs.acquire(self, token=token, dead="", call_id=call_id, message=message)
         if reply.word in ("held", "stale", "line", "paced"):
             return conflict(reply, token, self.terms)
         return self._acquired(reply, token, before)
@@ -360,27 +352,16 @@ class SetnxLock(NamedLock):
     def _acquired(self, reply: verbs.AcquireReply, token: str, before: float) -> Outcome:
         """The outcome of a lock that was acquired though there was something to be told."""
         word = reply.word
-        held = self._now_held(reply, token, before)
-        if reply.spare and reply.waiters and self.wakes:  # the limit was raised, unheard by the line
-            with suppress(SetnxError):
-                while self._serve_once().look_in == 0:
-                    pass
         return Outcome(
             True,
-            lock=held,
+            lock=self._now_held(reply, token, before),
             taken_over_from=reply.holder if word == "taken_over" else None,
             server_time=reply.now_us / US,
             # Asked again, the mark is gone because we have it.
             mark=task_of(token) if word == "again" and self.mark else reply.mark,
             waiters=reply.waiters,
+            is_due=bool(reply.spare and reply.waiters),  # the limit was raised, unheard by the line
         )
-
-    def _serve_once(self, dead: str = "") -> Served:
-        """Hand one permit to the first in line, who is to be woken."""
-        served = verbs.serve(self, dead=dead)
-        if served.heir is not None:
-            self.heirs.append(served.heir)
-        return served
 
     def _now_held(self, reply: verbs.AcquireReply, token: str, before: float) -> HeldLock:
         """What was acquired by a command sent at a time, if this process may rely on it still."""

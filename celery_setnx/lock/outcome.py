@@ -27,6 +27,7 @@ class Outcome(NamedTuple):
         ends_first: The holder whose deadline is the first; `holder`, where there is one permit only.
         paced: True if a permit is free, or held for this task's retry, and no call may start before
             `remaining_s` is over.
+        is_due: True if calls wait in line for a permit that is free: somebody is to look at it now.
     """
 
     acquired: bool
@@ -40,6 +41,7 @@ class Outcome(NamedTuple):
     stale: bool = False
     ends_first: Holder | None = None
     paced: bool = False
+    is_due: bool = False
 
 
 def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
@@ -47,20 +49,21 @@ def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
     server_time, ends_first, longest = reply.now_us / US, reply.holder, reply.longest
     if reply.word == "stale":
         return Outcome(False, server_time=server_time, mark=reply.mark, stale=True)
-    if reply.word == "line":  # it is free for those who wait, and a worker will wake the first
-        return Outcome(False, holder=longest, server_time=server_time, waiters=reply.waiters)
     if reply.word == "paced" and ends_first is None:
         pace = {"pace": terms.pace}
         longest = ends_first = Holder("", reply.deadline_us / US, 0, "paced", None, pace)
     task_id = ends_first and ends_first.task_id
     is_own = task_id is not None and task_id == task_of(token)
+    remaining_s = (reply.deadline_us - reply.now_us) / US if reply.deadline_us else None
+    is_due = reply.word == "line"  # it is free for those who wait, and a worker will wake the first
     return Outcome(
         False,
         holder=ends_first if is_own else longest or ends_first,
         ends_first=ends_first,
         paced=reply.word == "paced",
-        remaining_s=(reply.deadline_us - reply.now_us) / US if reply.deadline_us else None,
+        remaining_s=0.0 if is_due else remaining_s,
         server_time=server_time,
         mark=reply.mark,
         waiters=reply.waiters,
+        is_due=is_due,
     )

@@ -36,7 +36,6 @@ from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import ORIGINAL, Holder, task_token
-from celery_setnx.lock.verbs import HAND_OVER_S
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import UNSET
 from celery_setnx.run.conflict import Conflict, WaitInLine, backoff, is_own, policy_of, skip_done
@@ -518,9 +517,8 @@ class Attempt:
         outcome: Outcome | None = self.patiently(
             partial(self.lock.acquire_at_death, same_host=same_host, **details), None
         )
-        if self.lock.heirs:  # it has served the line
-            look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
-            self.wake_heirs()
+        if outcome is not None and outcome.is_due:
+            look_within(self.task.app, self.task.name, self.lock.name, 0.0)
         if outcome is not None and outcome.holder is not None and self.request.is_eager:
             # An eager replace() runs within the body, and under the lock, that it replaces.
             return None if outcome.holder.task_id == call.task_id else outcome
@@ -551,7 +549,7 @@ class Attempt:
         if outcome.paced and self.is_woken:  # it may have been handed its permit ahead of its start
             remaining_s = outcome.remaining_s or 0.0
             return remaining_s if remaining_s <= AHEAD_S else 0.0
-        if parks_now or not self._is_young(outcome.holder, outcome.server_time):
+        if parks_now or outcome.is_due or not self._is_young(outcome.holder, outcome.server_time):
             return 0.0
         return _LINGER_POLL_S * max(1, outcome.waiters)
 

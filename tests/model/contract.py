@@ -226,6 +226,9 @@ def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> boo
             and int(reply[2]) == old.holder.fence
             and int(reply[1]) > call.now
         )
+    if word == "line":
+        record = f"\n0\n0\nhanded\n{call.now}\n{grants.caller_of(call).first}"
+        return (int(reply[1]), int(reply[2]), *reply[4:6]) == (0, old.holder.fence, None, record)
     until = old.holder.deadline
     if word in grants.GRANTED:
         until = new.holder.deadline

@@ -16,7 +16,7 @@ from tests.model.edits import (
     with_call,
     without_calls,
 )
-from tests.model.line import passed_over, waiter, waiting
+from tests.model.line import LOOKED_AT, next_of, passed_over, waiter, waiting
 from tests.model.lock import Call
 from tests.model.permits import (
     AHEAD,
@@ -60,7 +60,8 @@ STARTS_KEPT = 1_100
 class Caller(NamedTuple):
     """Who asks for a lock, and how it stands to those who wait.
 
-    `place`: as whom it stands in line; None if that place is another call's. `first`: who is first in line.
+    `place`: as whom it stands in line; None if that place is another call's. `first`: who is first in line of
+    those that still ask, or are to be woken; empty if too many before it are gone.
     """
 
     task: str | None
@@ -84,7 +85,9 @@ def caller_of(call: Call) -> Caller:
     ticket = dict(call.store.tickets).get(call.keys[5][7:].decode())
     waits = ticket is not None and not ticket.begun_by
     is_anothers = call.told[12] == "1" and not waits and waiter(call.store, task) is not None
-    first = next(iter(waiting(call.store)), None)
+    calls = dict(call.store.calls.fields)
+    first, _, gone = next_of(waiting(call.store), calls, call.now, 0)
+    first = "" if first is None and len(gone) == LOOKED_AT else first
     return Caller(task, ticket, waits and call.told[5] != "-", None if is_anothers else task, first)
 
 
@@ -140,7 +143,7 @@ def is_about_a_permit(call: Call, found: Played) -> bool:
 def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     """Its own, or that which is kept for it, then the first that is free, or else the one that ends first.
 
-    The reply says how many others are free, and which is held for longest.
+    The reply says how many others may be had now, and which is held for longest.
     """
     if not is_about_a_permit(call, found):
         return True
@@ -156,6 +159,9 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
         return True  # whether that is free is not asked of all
     longest = min(held, key=lambda n: permits[n].holder.since, default=None)
     spare = sum(n < limit_of(call.told[10]) and n != choice.number for n in free)
+    promised = sum(is_to_come(permit, call.now) for n, permit in enumerate(permits) if n != choice.number)
+    if earliest_start(found.after.starts, call.told[10], call.now, promised, AHEAD):
+        spare = 0
     if longest is None:
         return (int(reply[9]), reply[10:]) == (spare, [None, None, "0"])
     told = [permits[longest].value, said_of(permits[longest], call.now), str(longest)]
@@ -306,7 +312,7 @@ def _after_grant(call: Call, store: Store, caller: Caller, number: int, word: st
     store = _after_overtaking(call, store, caller, old)
     heir, place = heir_of(old), caller.place
     vain = _vain_before(call, caller)
-    if place is not None and (caller.ticket or caller.first or place == heir):
+    if place is not None and (caller.ticket or waiting(call.store) or place == heir):
         known = waiter(store, place)
         vain = str(known.vain) if known else vain
         store = without_calls(out_of_line(store, place), place)

@@ -300,7 +300,7 @@ SAFE_PERMITS = (*SAFE, one_permit_each, beyond_drains, line_moves, serves_all)
 FEW = "abc" if DEEP else "ab"
 # Both retry themselves, and their workers' parents hear that after the retry has asked for the lock.
 HEARD: dict[str, Any] = {"linger": True, "retries": {"a": 1, "b": 1}, "hears": True}
-ALONE: dict[str, Any] = {"couriers": False, "sweeps": False}  # only wake-ups, and newcomers, move the line
+ALONE: dict[str, Any] = {"couriers": False, "sweeps": False}  # only wake-ups move the line
 SWEPT: dict[str, Any] = {"couriers": False}
 LATE: dict[str, Any] = {"late_wakes": 1, **SWEPT}
 LINES: dict[str, Callable[[], Waiters]] = {
@@ -346,8 +346,7 @@ LINES_OF_PERMITS: dict[str, Callable[[], Waiters]] = {
         **ALONE),
     "wake-ups alone, limits that differ": lambda: Waiters(bound("abc", full="abcd"), slots=4, **DOWN,
         **ALONE),
-    "wake-ups alone, a limit that was raised": lambda: Waiters(bound("abcd", full="abcde"), slots=4, visits=1,
-        **RAISED, **ALONE),
+    "a limit that was raised": lambda: Waiters(bound("abcd", full="abcde"), slots=4, **RAISED, **SWEPT),
     "workers that die": lambda: Waiters("abc", slots=3, crashes=bound(1, full=2),
         late_wakes=bound(1, full=2), **TWO, **SWEPT),
     "workers that die, four calls": lambda: Waiters("abcd", slots=3, crashes=bound(0, full=2), **TWO,
@@ -443,12 +442,6 @@ OF_LINES = {
         SAFE_PERMITS,
         "all_end",
     ),
-    "every message is done with at once": Scenario(
-        # A call that is refused, as others wait, lets the line go on itself, and waits for no sweep.
-        lambda: Waiters("abc", slots=2 + DEEP, crashes=1, late_wakes=DEEP, **ALONE),
-        SAFE,
-        "all_is_done",
-    ),
     # Of no call two wake-ups are on their way.
     "woken once": Scenario(lambda: Waiters("abc", slots=3, **SWEPT), [one_wake_up]),
     "woken once, beside the dead": Scenario(
@@ -467,7 +460,7 @@ OF_LINES = {
         lambda: Waiters("abc", slots=3, late_wakes=1, **TWO, **SWEPT), [passed_over_in_vain]
     ),
     "passed over for a permit though not woken, a limit that was raised": Scenario(
-        lambda: Waiters("abcde", slots=3, **RAISED, **ALONE), [passed_over_in_vain]
+        lambda: Waiters("abcde", slots=3, **RAISED, **SWEPT), [passed_over_in_vain]
     ),
     # With what wakes them, also while one that has been woken asks again.
     "known in line": Scenario(lambda: Waiters("ab", linger=True, retries={"a": 1}, **LATE), [known_in_line]),

@@ -30,12 +30,6 @@ OF_SCENARIOS = [
     ),
     ("line, tickets that are forgotten", "acquire", "'|' .. copy .. '|' .. vain", "'|' .. copy .. '|0'"),
     (
-        "line, second deliveries, amid parking",
-        "acquire",
-        "me and (woken or me == first)",
-        "me and woken",
-    ),
-    (
         "line, wake-ups alone, calls that leave",
         "acquire",
         "    redis.call('ZREM', places, task)\n    redis.call('HDEL', calls, task)\n",

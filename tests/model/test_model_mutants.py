@@ -254,11 +254,6 @@ def test_start_of_another_that_is_taken_back_lets_too_many_start():
     assert_broken(world, "pace_kept", [properties.pace_kept])
 
 
-def only_asks_again(world: Waiters, scene: Scene, process: Process) -> Iterator[tuple[Event, Scene]]:
-    """A call that is refused lets nobody go on."""
-    yield Event(None, "asks again"), scene._replace(processes=(*scene.processes, process._replace(at="asks")))
-
-
 def as_it_was(world: Waiters, scene: Scene, *_: Any) -> Scene:
     """Nothing is sent, and nobody woken."""
     return scene
@@ -314,14 +309,8 @@ def assert_breaks(world: Waiters, must_break: Property | str) -> None:
         assert_broken(world, must_break.__name__, [must_break])
 
 
-def knows_the_last(world: Waiters, process: Process, heir: str, call: str) -> Process:
-    """Whoever was to be woken before is forgotten."""
-    return process._replace(heir=heir, call=call)
-
-
 LOST = "all_end"
 OF_WORKERS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
-    "newcomer lets nobody go on": ("all_is_done", "abc", {"crashes": 1, "_serves": only_asks_again, **ALONE}),
     "no wake-up": (LOST, "ab", {"with_wake": as_it_was, **ALONE}),
     "line never noted": (LOST, "ab",
         {"crashes": 1, "noted_before": as_it_was, "noted_after": as_it_was, **SWEPT}),
@@ -346,11 +335,8 @@ OF_WORKERS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
     "parked during a rest": (LOST, "ab", {"rests": True, "met_a_rest": "", **ALONE}),
     "left without passing on": (LOST, "abc", {"revokes": 1, "passes_on": no, **ALONE}),
     "backend not asked": (at_most_once, "ab", {"late": "a", "seconds": 1, "may_have_ended": no}),
-    "two handed a permit, and one woken": (passed_over_in_vain, "abcde",
-        {"slots": 3, "knowing": knows_the_last, **RAISED, **ALONE}),
     "newcomer hands out one permit": (serves_all, "abcd",
         {"slots": 4, "visits": 1, "serves_again": no, **RAISED, **ALONE}),
-    "raised limit, and nobody told": (line_moves, "abcd", {"lets_others_in": no, **RAISED, **ALONE}),
     "permit beyond the limit handed over by its holder": (beyond_drains, "abcd",
         {"slots": 4, "may_hand_over": yes, **DOWN, **ALONE}),
     "parked beside a free permit without a second look": (line_moves, "abc",

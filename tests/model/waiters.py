@@ -61,7 +61,7 @@ SWEEP, VISITOR = Message("sweep", ""), Message("visitor", "")
 class Process(NamedTuple):
     """A worker with a message: where it stands, the token of what it holds, whom it is about to wake and how.
 
-    `then`: what follows when it has woken that one, and `others`. `permit`: which of several it holds.
+    `then`: what follows when it has woken that one. `permit`: which of several it holds.
     """
 
     at: str
@@ -71,12 +71,6 @@ class Process(NamedTuple):
     call: str = ""
     then: str = ""
     permit: int = 0
-    others: tuple[tuple[str, str], ...] = ()
-
-    @property
-    def heirs(self) -> tuple[tuple[str, str], ...]:
-        """Whom it is about to wake, and with what."""
-        return ((self.heir, self.call), *self.others) if self.heir else ()
 
 
 class Scene(NamedTuple):
@@ -357,7 +351,7 @@ class Waiters:
         return (
             any(m.kind == "call" and m.task == heir and not m.late for m in scene.broker)
             or any(process.message.task == heir for process in scene.processes)
-            or any(task == heir for process in scene.processes for task, _ in process.heirs)
+            or any(process.heir == heir for process in scene.processes)
         )
 
     def _taken(self, scene: Scene, message: Message) -> Iterator[Step]:
@@ -390,7 +384,7 @@ class Waiters:
             if reply[0] == "stale":
                 yield _event(message, "is dropped", token, reply), self._goes(after, process, "")
             elif reply[0] == "line":
-                yield _event(message, "is refused", token, reply), _with(after, process._replace(at="serves"))
+                yield _event(message, "is refused", token, reply), self._to_be_parked(after, process)
             elif reply[0] == "paced":
                 yield _event(message, "is paced", token, reply), self._to_be_parked(after, process, "_paced")
             elif reply[0] == "held":
@@ -400,21 +394,11 @@ class Waiters:
                 yield _event(message, "has run before", token, reply), dropped
             else:
                 fate = "twice" if fate in ("running", "ended", "twice") else "running"
-                then = "spares" if self.lets_others_in(reply) else "inside"
                 process = process._replace(permit=permit_in(reply))
-                started = self._goes(self._fated(after, message, fate), process, then, token)
+                started = self._goes(self._fated(after, message, fate), process, "inside", token)
+                if len(reply) > 9 and reply[9] != "0" and reply[7] != "0":  # others may have their turns, too
+                    started = _noted(started)
                 yield _event(message, "starts", token, reply), started
-
-    def lets_others_in(self, reply: tuple[Any, ...]) -> bool:
-        """Whether a call that starts finds another permit free beside a line, which it lets go on."""
-        return len(reply) > 9 and reply[9] != "0" and reply[7] != "0"
-
-    def _spares(self, scene: Scene, process: Process) -> Iterator[Step]:
-        for event, after, reply in self._served(scene, process, "serves beside itself"):
-            then = process._replace(at="inside")
-            if reply[5]:
-                then = process._replace(at="wakes", then="inside", heir=reply[4], call=reply[5])
-            yield event, _with(after, self._known_late(after, then))
 
     def has_others(self, process: Process) -> bool:
         """Whether it is to be remembered for long that this message has begun its call."""
@@ -422,34 +406,18 @@ class Waiters:
         return message.copy != ORIGINAL or bool(message.again) or _has_parked(process)
 
     def _goes(self, scene: Scene, process: Process, at: str, token: str = "") -> Scene:
-        """A call that has its answer goes on, when it has woken the one to whom it has handed the lock."""
-        process = self._known_late(scene, process)
+        """A call that has its answer goes on."""
         after = Process(at, process.message, token, permit=process.permit)
         if at == "lingers" and _has_parked(process):
             after = after._replace(then="comes_in")
-        if process.heir:
-            after = process._replace(at="wakes", token=token, then=at)
         return _with(scene, after) if after.at else scene
 
     def _known_late(self, scene: Scene, process: Process) -> Process:
         """One that is about to wake a call, and has passed it over itself."""
-        away = _away(scene.store)
-        return _with_heirs(process, [(t, _late(c)) if t in away else (t, c) for t, c in process.heirs])
+        return process._replace(call=_late(process.call)) if process.heir in _away(scene.store) else process
 
-    def _serves(self, scene: Scene, process: Process) -> Iterator[Step]:
-        """A call that was refused lets the line go on, and asks again."""
-        for event, after, reply in self._served(scene, process, "serves"):
-            asks = self._known_late(after, process)._replace(at="asks")
-            yield event, _with(after, self.knowing(asks, reply[4], reply[5]) if reply[5] else asks)
-
-    def knowing(self, process: Process, heir: str, call: str) -> Process:
-        """A process that is about to wake one more."""
-        return _with_heirs(process, [*process.heirs, (heir, call)])
-
-    def _asks(self, scene: Scene, process: Process) -> Iterator[Step]:
+    def _comes_in(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield from self._acquires(scene, process)
-
-    _comes_in = _asks
 
     def may_have_ended(self, process: Process) -> bool:
         """Whether a call that starts asks the result backend if it has ended before.
@@ -703,11 +671,7 @@ class Waiters:
     def _wakes(self, scene: Scene, process: Process) -> Iterator[Step]:
         what = f"wakes {process.heir}"
         woken = self.with_wake(scene, process)
-        if process.others:
-            left = _with(woken, _with_heirs(process, list(process.others)))
-        else:
-            left = self._finished(woken, process)
-        yield _event(process.message, what), left
+        yield _event(process.message, what), self._finished(woken, process)
 
     def with_wake(self, scene: Scene, process: Process) -> Scene:
         """A wake-up is sent, or, if the lock rests, somebody who will see to it then."""
@@ -824,7 +788,6 @@ def _renamed_process(process: Process, names: str, to: str) -> Process:
         message=_renamed_message(process.message, names, to),
         token=_renamed(process.token, names, to),
         heir=_renamed(process.heir, names, to),
-        others=tuple((_renamed(task, names, to), call) for task, call in process.others),
     )
 
 
@@ -1008,16 +971,15 @@ def one_wake_up(world: Waiters, before: Scene, event: Event, after: Scene) -> bo
         (m.task, m.attempt) for m in after.broker if m.kind == "call" and m.copy != ORIGINAL and not m.late
     ]
     for process in after.processes:
-        for heir, call in process.heirs:
-            if call != "nudge" and not call.endswith(LATE):
-                woken.append((heir, int(call.rstrip("!"))))
+        if process.heir and process.call != "nudge" and not process.call.endswith(LATE):
+            woken.append((process.heir, int(process.call.rstrip("!"))))
     return len(set(woken)) == len(woken)
 
 
 def passed_over_in_vain(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """Who is passed over was woken before, or is about to be, or to ask."""
     on_their_way = {m.task for m in after.broker if m.kind == "call" and m.copy != ORIGINAL}
-    on_their_way |= {task for process in after.processes for task, _ in process.heirs}
+    on_their_way |= {process.heir for process in after.processes}
     parents = ("hears", "passes_on")  # of an attempt that has ended
     on_their_way |= {process.message.task for process in after.processes if process.at not in parents}
     return _away(after.store) - _away(before.store) <= on_their_way
@@ -1074,24 +1036,13 @@ def _away(store: Store) -> set[str]:
 def _too_late(scene: Scene, tasks: set[str]) -> Scene:
     """The wake-ups of these calls come after the end of their hand-over."""
     broker = [m._replace(late=m.kind == "call") if m.task in tasks else m for m in scene.broker]
-    processes = [
-        _with_heirs(p, [(t, _late(call)) if t in tasks else (t, call) for t, call in p.heirs])
-        for p in scene.processes
-    ]
+    processes = [p._replace(call=_late(p.call)) if p.heir in tasks else p for p in scene.processes]
     return scene._replace(broker=tuple(sorted(broker)), processes=tuple(sorted(processes)))
 
 
 def _late(call: str) -> str:
     """What a call is woken with, if that comes too late for its hand-over."""
     return call if call == "nudge" or call.endswith(LATE) else call + LATE
-
-
-def _with_heirs(process: Process, heirs: list[tuple[str, str]]) -> Process:
-    """A process that is about to wake these."""
-    if not heirs:
-        return process
-    (heir, call), *others = heirs
-    return process._replace(heir=heir, call=call, others=tuple(others))
 
 
 def _noted(scene: Scene) -> Scene:

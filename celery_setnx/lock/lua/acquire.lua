@@ -14,12 +14,13 @@
 --          the lock may rest after it, so both stay as they are
 --       13 shared: '1' = other calls may have this task id, and have its place if this one does not wait
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found. With several permits
---       also {number of the permit, how many others are free, lock value, record, number}: the last three are of who
---       has held one for longest. Of held permits the reply tells of the one that ends first.
+--       also {number of the permit, how many others may be had now, lock value, record, number}: the last three are of
+--       who has held one for longest. Of held permits the reply tells of the one that ends first.
 --       The text 'acquired <now us> <fence>[ <number>]' if nothing was found: a table costs as much as two commands.
 --       acquired | again (this token holds it) | resumed (held for this task's retry) | taken_over | held
 --       stale (another message has started this call, or is to) | paced (no call may start before the deadline)
---       line (it is free for those who wait; serve.lua hands it on) | more (see permits.lua)
+--       line (it is free for those who wait: the record says that it is handed to the first, and serve.lua does
+--       that) | more (see permits.lua)
 
 -- use: lock store grant
 local token, lease, retention, info, dead = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
@@ -35,6 +36,7 @@ if not STARTS and not (LINE and redis.call('EXISTS', LINE, MARK, TICKET, PERMITS
 end
 -- use: permits line ticket pace start claim
 local mark, known, waiters, ticket = false, false, 0, {vain = '0'}
+local line = LINE and line_of(LINE, CALLS)
 if not only then
   local found = redis.call('MGET', MARK, TICKET, PERMITS)
   mark, known, waiters = found[1], found[3], count_waiting(LINE)
@@ -42,7 +44,7 @@ if not only then
   if more(known, 9) then return more(known, 9) end
 end
 if ticket.is_stale then return {'stale', 0, 0, now, false, false, mark, int(waiters)} end
-local first = waiters > 0 and redis.call('ZRANGE', LINE, 0, 0)[1]
+local first = waiters > 0 and line.first()
 local call = caller(token, ticket.waits and copy ~= '-', first, shared and not ticket.waits and CALLS)
 local all, limit, pace = only and {only} or permits(9), limit_of(terms), STARTS and pace_of(STARTS, terms)
 local p, word, start, seen = claim(call, all, limit, pace, dead, second)
@@ -50,13 +52,14 @@ if foreign_record(p) then return foreign_record(p) end
 if start then pace.keep() end -- a full server allows this, and SET behind it
 local ms = p.kind == 'held' and 0 or math.ceil(lease / 1000) + retention -- that of a held one lasts
 if STARTS then note_permits(PERMITS, known, math.max(seen.top, p.number + 1), terms, ms) end
-local line = LINE and (waiters > 0 or ticket.is_there or p.heir or linger > 0) and line_of(LINE, CALLS)
 local value, record = p.value or false, record_of(p)
 local function answer(till, fence)
   local reply = {word, till, tonumber(fence or p.fence or 0), now, value, record, mark, int(waiters)}
   if #all == 1 then return reply end
-  local longest = seen.longest or {number = 0}
-  reply[9], reply[10] = p.number, seen.spare - (p.till == 0 and is_within(p, limit) and 1 or 0)
+  local longest, spare = seen.longest or {number = 0}, seen.spare - (p.till == 0 and is_within(p, limit) and 1 or 0)
+  local others = seen.handed - (p.heir and p.is_live and 1 or 0)
+  if pace and spare > 0 and pace.till(others, AHEAD) > 0 then spare = 0 end
+  reply[9], reply[10] = p.number, spare
   reply[11], reply[12], reply[13] = longest.value or false, record_of(longest), longest.number
   return reply
 end
@@ -67,7 +70,11 @@ elseif word == 'paced' then
   value, record = put_off(p, start, line, retention)
   return answer(start)
 end
-if word == 'again' or word == 'line' then return answer(p.deadline) end
+if word == 'again' then return answer(p.deadline) end
+if word == 'line' then
+  value, record = false, table.concat({'', '0', '0', 'handed', now_text(), first}, '\n')
+  return answer(0)
+end
 local fence, failed = grant(p, token, lease, retention, info, word == 'resumed')
 failed = failed or pace and note_start(pace, p, fence)
 if failed then return failed end

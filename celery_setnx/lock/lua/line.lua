@@ -19,15 +19,23 @@ local function line_of(places, calls)
     return string.match(redis.call('HGET', calls, task) or '', '^%d+|%d+|(.*)$') or false
   end
 
-  -- The first, and for how long (us) it still asks by itself, if it does; or whether more may be gone than have left.
-  function line.next()
-    local tasks = redis.pcall('ZRANGEBYSCORE', places, '-inf', WAITING, 'LIMIT', 0, 10)
-    for _, task in ipairs(tasks) do
+  -- The first, and for how long (us) it still asks by itself, if it does; and those before it that ask no more. Behind
+  -- ten of them it is not looked for: then it is ''.
+  function line.first()
+    local gone = {}
+    for _, task in ipairs(redis.pcall('ZRANGEBYSCORE', places, '-inf', WAITING, 'LIMIT', 0, 10)) do
       local till = tonumber(string.match(redis.call('HGET', calls, task) or '', '^@(%d+)$') or nil)
-      if not till or now < till then return task, till and till - now + 50000 end
-      line.leave(task)
+      if not till or now < till then return task, till and till - now + 50000, gone end
+      gone[#gone + 1] = task
     end
-    return nil, nil, #tasks == 10
+    return #gone == 10 and '', nil, gone
+  end
+
+  -- The same, once those that ask no more have left; or whether to ask again.
+  function line.next()
+    local task, asks_for, gone = line.first()
+    for _, each in ipairs(gone) do line.leave(each) end
+    return task ~= '' and task, asks_for, task == ''
   end
 
   -- Returns how often the task was woken in vain, if that is known.
