@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from celery import Celery
 
-from celery_setnx.call.wake import let_the_line_go_on
+from celery_setnx.call.wake import look_within
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock import survey
@@ -116,16 +116,14 @@ def drop_of_holder(app: Celery, seen: Sighting) -> Sighting | None:
 
 
 def let_others_go_on(app: Celery, seen: Sighting) -> bool:
-    """Let the line of a lock go on, or leave that to the workers: whether it goes on."""
+    """Have a worker look at the line of a lock: whether anybody waits, and one was told."""
     try:
-        if not look_at(client_for(app), seen.key).waiting:
-            return False  # to serve it all the same would be in the way of a call that comes just now
-        let_the_line_go_on(app, seen.task, seen.key)
+        waits = look_at(client_for(app), seen.key).waiting
     except (SetnxError, *REDIS_ERRORS) as error:
-        text = "The line of %s is left to the workers, as it could not be served: %s"
+        text = "It is not known whether calls wait in line for %s: %s"
         logger.warning(text, seen.key, error, extra=fields(task=seen.task, key=seen.key, about=seen.about))
         return False
-    return True
+    return bool(waits and look_within(app, seen.task, seen.key, 0.0).epoch)
 
 
 def _is_same(one: Sighting, seen: Sighting) -> bool:

@@ -26,7 +26,7 @@ from celery_setnx.call.guard import decorated
 from celery_setnx.call.message import HEADER, Call, id_of, retries_of
 from celery_setnx.call.queues import noting_queues, origin_here
 from celery_setnx.call.switches import DISABLED
-from celery_setnx.call.wake import let_others_start, let_the_line_go_on
+from celery_setnx.call.wake import give_turns, look_within
 from celery_setnx.connection import quick_client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
@@ -38,9 +38,9 @@ from celery_setnx.lock.record import ENDED, ORIGINAL, task_token
 from celery_setnx.log import Log, fields
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
-from celery_setnx.run.park import remember_s
+from celery_setnx.run.park import Parked, remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
-from celery_setnx.run.sweep import look_soon, see_to_sweeps
+from celery_setnx.run.sweep import look_in, look_soon, see_to_sweeps
 from celery_setnx.signals import lock_released
 from celery_setnx.wording import shortened
 
@@ -63,7 +63,9 @@ def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
         failed, retval, _runtime = failed__retval__runtime
         if not failed:
             self._has_returned = True
-        self._write_receipt(_error_of(retval) if failed else None)
+        error = _error_of(retval) if failed else None
+        self._write_receipt(error)
+        look_in(self.app, error.look_in if isinstance(error, Parked) else None)
         look_soon(self.app, self.task.name)
         return on_success(self, failed__retval__runtime, **kwargs)
 
@@ -201,8 +203,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(self._token)
-            let_others_start(self.app, self.task.name, lock)
-            look_soon(self.app, self.task.name)
+            look_in(self.app, give_turns(self.app, self.task.name, lock))
             if has_failed and word == "lost" and not self._goes_on():  # it died before it had the lock
                 self._forget(has_died=True)
             return word == "freed"
@@ -238,8 +239,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
             self._forget()
             freed = lock.free_held(self.call.task_id)
             if freed:
-                let_the_line_go_on(self.app, self.task.name, lock.name)
-                look_soon(self.app, self.task.name)
+                look_in(self.app, look_within(self.app, self.task.name, lock.name, 0.0).look_in)
             return freed
 
         self._free(free, "was revoked or has expired before its retry")
@@ -370,7 +370,7 @@ def _leave_late(app: Celery, call: Call) -> bool:
     The worker's event loop is where this is asked.
     """
     try:
-        return leave(quick_client_for(app), call.place(BEGUN_S), copy=call.copy) == "stale"
+        return leave(quick_client_for(app), call.place(BEGUN_S), copy=call.copy).word == "stale"
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
         logger.warning("%s has not left its line: %s", call, error, extra=fields(of=call))
         return False

@@ -18,7 +18,7 @@ import redis
 from celery import Celery, Task
 
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
-from celery_setnx.call.wake import let_others_start, lines_of
+from celery_setnx.call.wake import give_turns, lines_of
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
 from celery_setnx.lock.held import HeldLock
@@ -153,7 +153,7 @@ class Held:
         if self.lives:
             self._end()
             self._held.release()
-            let_others_start(self.task.app, self.task.name, self._lock)
+            give_turns(self.task.app, self.task.name, self._lock)
 
     def _end(self) -> None:
         self.lives = False

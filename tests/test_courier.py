@@ -206,7 +206,7 @@ def test_call_is_put_back_though_another_with_its_id_has_ended_as_it_waited(app,
     done = {"status": "SUCCESS", "date_done": "2100-01-01T00:00:00+00:00"}
     monkeypatch.setattr(ended, "known_result", lambda *_: done)
     order = waits(app, locks)
-    order = replace(order, epoch=look_within(app, "t", KEY, 1.0))
+    order = replace(order, epoch=look_within(app, "t", KEY, 1.0).epoch)
     locks.delete(*locks.keys("*:ticket:*"), *line_names(KEY))
     SetnxLock(locks, KEY, line=True, lease=600).acquire()
     assert put_back(app, order, wait_s=0.0) is not None

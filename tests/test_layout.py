@@ -123,7 +123,9 @@ def test_every_module_says_what_it_is_for_and_asserts_nothing():
 
 
 SCRIPTS = {path.stem: path.read_text() for path in (PACKAGE / "lock" / "lua").glob("*.lua")}
-IN_FRONT = ("lock", "store", "grant", "permits", "line", "ticket", "pace", "start", "claim", "duplicate")
+IN_FRONT = (
+    *("lock", "store", "grant", "permits", "line", "ticket", "pace", "start", "claim", "hand", "duplicate"),
+)
 
 
 def test_one_verb_per_lua_file():

@@ -44,7 +44,7 @@ class Line:
         """Release the lock; to whom it is handed."""
         lock = lock or self.lock
         assert lock.release() == "released"
-        return lock.heirs.pop() if lock.heirs else None
+        return lock.turns.pop().heir if lock.turns else None
 
     def wait(self, task_id: str, since: float = 10.0) -> Found:
         """A task's conflict: it enters the line."""
@@ -113,6 +113,20 @@ def test_hand_over_takes_a_lease_and_ten_seconds_at_most(locks, lease, kept):
     outcome = line.attempt("b")
     assert outcome.acquired
     assert outcome.taken_over_from is None
+
+
+def test_release_into_a_rest_says_when_to_look_at_the_line(line):
+    """Also one that is sent again, as its reply was lost. If nobody waits there is nothing to be done."""
+    lock = line.another()
+    line.hand_on()
+    held = lock.acquire().lock
+    assert held.release(at_least_for=500) == "resting"
+    assert lock.turns == []
+    line.wait("a")
+    assert held.release(at_least_for=500) == "resting"
+    (turn,) = lock.turns
+    assert turn.heir is None
+    assert 490 < turn.look_in <= 500
 
 
 def test_waiters_are_counted_and_the_first_hundred_are_seen(line):

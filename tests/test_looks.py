@@ -19,7 +19,7 @@ from celery.app.task import Context
 from celery_setnx import LockUnavailable, SetnxLock, SingletonTask
 from celery_setnx.call import ended, wake
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import let_others_start, lines_of
+from celery_setnx.call.wake import give_turns, lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import Place, note_due, park
@@ -48,7 +48,7 @@ def now(monkeypatch) -> list[float]:
     return now
 
 
-def stepped(look: Callable[[], Swept], now: list[float]) -> TimedLooks:
+def stepped(look: Callable[[bool], Swept], now: list[float]) -> TimedLooks:
     """Looks whose thread is the test."""
     timed = TimedLooks(look)
 
@@ -69,7 +69,8 @@ def looked_at(now: list[float], *said: Swept, within: float | None = None) -> li
     replies, at = iter(said), []
     began = now[0]
 
-    def look() -> Swept:
+    def look(has_ended: bool) -> Swept:
+        assert has_ended == (within is None and not at)
         at.append(round(now[0] - began, 6))
         return next(replies, Swept(0, None))
 
@@ -88,11 +89,6 @@ def test_look_follows_the_end_of_a_delivery_and_then_the_time_that_redis_says(no
     assert looked_at(now, Swept(0, 0.3), Swept(1, 0.5), Swept(1, None)) == [0, 0.3, 0.8]
 
 
-def test_worker_that_comes_for_a_line_at_which_another_has_looked_stops(now):
-    """Else all workers would look at each start of a line."""
-    assert looked_at(now, Swept(0, 0.3), Swept(0, 1.9)) == [0, 0.3]
-
-
 def test_look_follows_when_a_sweep_says(now):
     """Where nobody comes any more, and all wait."""
     assert looked_at(now, Swept(1, None), within=1.5) == [1.5]
@@ -100,7 +96,7 @@ def test_look_follows_when_a_sweep_says(now):
 
 def test_sweep_that_says_a_later_time_leaves_a_look_the_sooner_one(now, monkeypatch):
     """Also if it is said while the sweep reads its clock."""
-    timed = stepped(lambda: Swept(0, None), now)
+    timed = stepped(lambda _has_ended: Swept(0, None), now)
 
     def read() -> float:
         monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -121,7 +117,7 @@ def test_look_that_fails_is_left_to_the_sweep(now):
     """And for two seconds no look follows, whose deliveries end meanwhile."""
     looked: list[float] = []
 
-    def look() -> Swept:
+    def look(_has_ended: bool) -> Swept:
         looked.append(now[0])
         raise LockUnavailable("k", "away")
 
@@ -137,7 +133,7 @@ def test_thread_looks_when_it_is_told_and_ends_when_it_is_told():
     """It starts with the first that it is told."""
     looked = threading.Event()
 
-    def look() -> Swept:
+    def look(_has_ended: bool) -> Swept:
         looked.set()
         return Swept(0, None)
 
@@ -305,9 +301,9 @@ class Workers:
         step._looks._thread = SimpleNamespace(runs=True)  # type: ignore[assignment]
         look = step._looks._look
 
-        def counted() -> Swept:
+        def counted(has_ended: bool) -> Swept:
             self.count_of_looks += 1
-            return look()
+            return look(has_ended)
 
         step._looks._look = counted
         return step
@@ -337,7 +333,7 @@ class Workers:
 
         def end() -> None:
             held.release(at_least_for=self.task._guard.options.at_least_for)
-            let_others_start(self.app, "t", lock)
+            give_turns(self.app, "t", lock)
             self.after(TOLD_S, worker._looks.soon)
 
         self.after(BODY_S, end)

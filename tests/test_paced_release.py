@@ -7,13 +7,13 @@ from celery import Celery
 
 from celery_setnx import SetnxLock
 from celery_setnx.call import wake
-from celery_setnx.call.wake import let_others_start, lines_of
+from celery_setnx.call.wake import give_turns, lines_of
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.names import key_name
 from celery_setnx.lock.record import ORIGINAL, Terms
+from tests.harness import due_set, server_us
 
 KEY = key_name("t", "t", "")
-TERMS = Terms(3, 10, 60.0)
 
 
 @pytest.fixture
@@ -26,35 +26,73 @@ def app(server) -> Celery:
 
 @pytest.fixture
 def woken(monkeypatch) -> list[Any]:
-    """Who was woken, in order; None for a line that was served in vain."""
+    """Who was woken, in order."""
     woken: list[Any] = []
     monkeypatch.setattr(wake, "wake", lambda app, heir, key: woken.append(heir and heir.task_id))
     return woken
 
 
-def paced_lock(locks: Any) -> SetnxLock:
-    """The lock of a task of which three may run at a time, and ten start in a minute."""
-    return SetnxLock(locks, KEY, lease=60, line=True, limit=3, rate=(10, 60))
+def paced_lock(locks: Any, starts: int) -> SetnxLock:
+    """The lock of a task of which three may run at a time, and so many start in a minute."""
+    return SetnxLock(locks, KEY, lease=60, line=True, limit=3, rate=(starts, 60))
 
 
-def test_release_with_nobody_in_line_serves_none(app, locks, woken):
-    """Though another permit is held: that costs no script more, and leaves no line to be swept."""
-    assert paced_lock(locks).acquire().acquired
-    lock = paced_lock(locks)
+def ends(app: Celery, locks: Any, *waiting: str, starts: int = 10) -> None:
+    """Two calls run, and one ends; who waits has come since it began."""
+    assert paced_lock(locks, starts).acquire().acquired
+    lock = paced_lock(locks, starts)
     held = lock.acquire().lock
     assert held is not None
+    for place, task_id in enumerate(waiting):
+        there = Place(KEY, task_id, 0, 600, terms=Terms(3, starts, 60.0))
+        park(locks, there, copy=ORIGINAL, since=10.0 + place, call="c")
     assert held.release() == "released"
-    let_others_start(app, "t", lock)
+    give_turns(app, "t", lock)
+
+
+def test_release_with_nobody_in_line_hands_nothing_over(app, locks, woken):
+    """Though another permit is held: that costs no script more, and leaves no line to be swept."""
+    ends(app, locks)
     assert woken == []
     assert not locks.keys(f"{lines_of(app)}*")
 
 
-def test_release_with_somebody_in_line_serves_it(app, locks, woken):
-    """Who has come since the acquisition, too."""
-    lock = paced_lock(locks)
+def test_release_hands_over_while_starts_are_left(app, locks, woken):
+    """In the same step, to the first; and no line is noted for that."""
+    ends(app, locks, "first", "second", starts=3)
+    assert woken == ["first"]
+    assert paced_lock(locks, 3).holders()[1].task_id == "first"
+    assert not locks.keys(f"{lines_of(app)}*")
+
+
+def test_release_notes_when_the_next_may_start(app, locks, woken):
+    """Where no start is left, or those that are left are those of calls which were woken."""
+    ends(app, locks, "first", "second", starts=2)
+    assert woken == []
+    due_s = (locks.zscore(due_set(app, "t"), KEY) - server_us(locks)) / 1e6
+    assert 55 < due_s <= 60
+
+
+def test_release_that_is_sent_again_has_the_line_looked_at(locks):
+    """Its reply was lost: whether it had handed the permit over, or when one more may start."""
+    lock = paced_lock(locks, 1)
     held = lock.acquire().lock
     assert held is not None
-    park(locks, Place(KEY, "first", 0, 600, terms=TERMS), copy=ORIGINAL, since=10.0, call="c")
-    assert held.release() == "released"
-    let_others_start(app, "t", lock)
-    assert woken[0] == "first"
+    park(locks, Place(KEY, "first", 0, 600, terms=Terms(3, 1, 60.0)), copy=ORIGINAL, since=10.0, call="c")
+    assert [held.release(), held.release()] == ["released"] * 2
+    first, again = lock.turns
+    assert 55 < first.look_in <= 60
+    assert again.look_in == 0
+
+
+def test_permit_that_was_handed_over_counts_as_a_start(app, locks, woken):
+    """Until its call has come: so the next release hands nothing over."""
+    third = paced_lock(locks, 4)
+    held = third.acquire().lock
+    assert held is not None
+    ends(app, locks, "first", "second", starts=4)
+    assert woken == ["first"]
+    held.release()
+    give_turns(app, "t", third)
+    assert woken == ["first"]
+    assert locks.zscore(due_set(app, "t"), KEY)

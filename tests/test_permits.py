@@ -275,12 +275,12 @@ def test_full_server_gives_no_permit_and_serves_whoever_holds_one(own_locks):
     for outcome in outcomes:
         outcome.lock.renew()
     assert held[1].release() == "released"
-    assert held[1].heirs[-1].task_id == "a"
+    assert held[1].turns[-1].heir.task_id == "a"
     assert outcomes[2].lock.hold(LEASE) == "held_for_retry"
     assert outcomes[3].lock.release(at_least_for=500) == "resting"
     place = Place(NAME, "b", 0, 200_000.0, terms=Terms(4))  # longer than anything is known yet
     assert park(own_locks, place, since=20.0, call="wake b").state == "parked"
-    assert leave(own_locks, Place(NAME, "c", 0, 60.0, terms=Terms(4)), copy="c1") == "left"
+    assert leave(own_locks, Place(NAME, "c", 0, 60.0, terms=Terms(4)), copy="c1").word == "left"
     assert the_lock(own_locks, 4).free_held("t2")
     assert serve(the_lock(own_locks, 4)).heir.task_id == "b"
     assert all(own_locks.pttl(key) > 0 for key in own_locks.scan_iter())

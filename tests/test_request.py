@@ -17,7 +17,7 @@ from celery_setnx import request as request_module
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import place_of
 from celery_setnx.connection import client_for, quick_client_for
-from celery_setnx.lock.line import leave, park
+from celery_setnx.lock.line import SOON_S, leave, park
 from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, task_token
@@ -366,8 +366,15 @@ class Swept:
     def ensure(self) -> None:
         """It sweeps."""
 
-    def look_soon(self, _app: Celery) -> None:
+    def looks_of(self, _app: Celery) -> list[Any]:
+        return [self]
+
+    def soon(self) -> None:
         self.looks.append(self._look())
+
+    def within(self, seconds: float | None) -> None:
+        if seconds is not None and seconds <= SOON_S:
+            self.soon()
 
 
 @pytest.fixture
@@ -396,20 +403,24 @@ def is_noted(paced: Any, locks: Any) -> bool:
     return locks.zscore(due_set(paced.app, "paced"), paced.lock_key()) is not None
 
 
-@pytest.mark.parametrize("rate", [True, False], ids=["with a rate", "without"])
-def test_death_asks_for_a_look_as_the_end_of_a_delivery_does(paced, waiting, locks, monkeypatch, rate):
+@pytest.mark.parametrize(("started_s", "looks"), [(59, [(1, True)]), (30, [])], ids=["soon", "later"])
+def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch, started_s, looks):
     """Once the permit is freed and the line is noted as due: else that is found with the next sweep only."""
-    task = paced if rate else waiting
-    swept = Swept(monkeypatch, lambda: (len(task.holders()), is_noted(paced, locks)))
-    request = Delivered(task).request
-    guard = task._guard
+    swept = Swept(monkeypatch, lambda: (len(paced.holders()), is_noted(paced, locks)))
+    request = Delivered(paced).request
+    guard = paced._guard
     for token in (request._token, "another|0|0a"):
         lock = guard.lock(request.call, request._arguments)
-        assert lock.acquire(token=token).acquired or not rate
+        assert lock.acquire(token=token).acquired
+    ago = server_us(locks) - started_s * 1_000_000
+    locks.delete(starts_name(lock.name))
+    locks.zadd(starts_name(lock.name), {f"{ago + n}#{n}#1": ago + n for n in (0, 1)})
+    locks.expire(starts_name(lock.name), 60)
     waits(paced, locks)
     request.worker_pid = 1
     request.free_dead()
-    assert swept.looks == ([(1, True)] if rate else [])
+    assert is_noted(paced, locks)
+    assert swept.looks == looks
 
 
 def test_retry_that_will_not_come_asks_for_a_look(paced, locks, monkeypatch):
@@ -426,12 +437,13 @@ def test_retry_that_will_not_come_asks_for_a_look(paced, locks, monkeypatch):
 
 
 def test_call_that_leaves_its_line_with_its_turn_asks_for_a_look(paced, locks, monkeypatch):
-    """The permit that was kept for it goes to the next, or its line is noted as due."""
+    """The permit that was kept for it may go to the next in a second, and not before."""
     swept = Swept(monkeypatch, lambda: is_noted(paced, locks))
     lock = paced._guard.lock(Delivered(paced).request.call, Delivered(paced).request._arguments)
     first, _second = waits(paced, locks, "id-1"), waits(paced, locks, "id-2")
     assert serve(lock, knows_terms=True).heir.task_id == "id-1"
-    locks.zadd(starts_name(lock.name), {f"{server_us(locks)}#{n}#1": server_us(locks) for n in (1, 2)})
+    ago = server_us(locks) - 59_000_000
+    locks.zadd(starts_name(lock.name), {f"{ago + n}#{n}#1": ago + n for n in (1, 2)})
     locks.expire(starts_name(lock.name), 60)
     ends = Ends()
     ends.forget(paced.app, first, may_wait=True)

@@ -186,7 +186,7 @@ def test_call_is_no_delivery_of_another_with_its_task_id_to_which_the_lock_was_h
     held = lock.acquire(token=task_token("first", 0, "ab")).lock
     park(locks, waits.place(600), copy="x1", since=1.0, call="1")
     held.release()
-    assert [heir.task_id for heir in lock.heirs] == ["nightly"]
+    assert [turn.heir.task_id for turn in lock.turns] == ["nightly"]
     vars(task.request).update(runs.as_headers())
     skipped = execute(task, lambda: pytest.fail("the body ran"))
     assert is_skipped(skipped)

@@ -191,6 +191,17 @@ def test_line_is_due_when_the_first_of_two_says(app, locks, swept, monkeypatch, 
     assert left_s - 0.001 <= found.next_s <= at_most_s + 0.001
 
 
+def test_one_worker_looks_at_a_line_that_is_due_soon(app, locks):
+    """The first that is told. Whose delivery has ended comes all the same, and who notes a sooner time."""
+    key, lines = key_name("t", "t", ""), lines_of(app)
+    assert note_due(locks, lines, "t", key, within=1).look_in == pytest.approx(1, abs=0.01)
+    told = [claim(locks, lines, ["t"]).next_s for _ in range(2)]
+    assert told == [pytest.approx(1, abs=0.5), None]
+    assert claim(locks, lines, ["t"], ["t"]).next_s == pytest.approx(1, abs=0.5)
+    assert note_due(locks, lines, "t", key, within=1.5).look_in is None
+    assert note_due(locks, lines, "t", key, within=0.3).look_in == pytest.approx(0.3, abs=0.01)
+
+
 def test_more_lines_than_one_round_takes_are_known_to_be_more(app, locks, swept):
     """After an outage of all workers there may be thousands: no pause is made between rounds."""
     for number in range(150):
@@ -279,7 +290,7 @@ def test_couriers_are_looked_after_though_lines_are_always_due(app, swept, monke
         now[0] += seconds
         return now[0] > 20
 
-    def one_line(_app: Celery, *, is_early: bool = False) -> Swept:
+    def one_line(_app: Celery, *, is_early: bool = False, **_more: Any) -> Swept:
         usual_at.extend([] if is_early else [now[0]])
         return Swept(lines=1, next_s=0.05)
 
@@ -368,8 +379,8 @@ def test_revoked_calls_cost_the_server_what_waits_in_the_line(
     monkeypatch.setattr(revoked, "revoked_tasks", told)
     for number in range(waiting):
         wait(locks, key, f"revoked-{number}" if number else "another")
-    before = bytes_to(locks)
     locks.config_resetstat()
+    before = bytes_to(locks)
     assert set(who_waits(swept._client, key, told)) == {f"revoked-{number}" for number in range(1, waiting)}
     found = locks.info("commandstats")
     assert {name: found[f"cmdstat_{name}"]["calls"] for name in asks} == asks
@@ -377,7 +388,7 @@ def test_revoked_calls_cost_the_server_what_waits_in_the_line(
     due(app, locks, key)
     assert swept.sweep(app).lines == 1
     assert set(ended) == {f"revoked-{number}" for number in range(1, waiting)}
-    assert bytes_to(locks) - before < 20_000  # with all scripts; it was a megabyte
+    assert bytes_to(locks) - before < 60_000  # with all scripts; it was a megabyte
 
 
 def bytes_to(locks: Any) -> int:

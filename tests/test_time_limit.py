@@ -15,7 +15,7 @@ from celery_setnx.call import arrived, delay
 from celery_setnx.call.back import Dropped, Message, come_back, known_result
 from celery_setnx.call.message import Call
 from celery_setnx.call.queues import delayed_way_to
-from celery_setnx.call.wake import wake_all
+from celery_setnx.call.wake import give_turns
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.lock.line import park
@@ -269,6 +269,6 @@ def test_time_limit_that_strikes_while_the_next_is_woken_gives_back_what_was_han
     held.release()
     monkeypatch.setattr(Message, "send", STRUCK)
     with pytest.raises(SoftTimeLimitExceeded):
-        wake_all(task.app, lock)
+        give_turns(task.app, "limited", lock)
     assert lock.holder() is None
     assert locks.zscore(line_names(key)[0], "id-2") == 10_000_000

@@ -15,7 +15,7 @@ from celery_setnx import LockForbidden, LockRefused, LockUnavailable, SetnxLock,
 from celery_setnx.call.back import ComesBack, Message, Waits
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import COURIER, wake, wake_all
+from celery_setnx.call.wake import COURIER, give_turns, wake
 from celery_setnx.lock.line import have_begun, park
 from celery_setnx.lock.names import line_names, ticket_name
 from celery_setnx.lock.outcome import Outcome
@@ -122,7 +122,7 @@ def test_call_that_was_not_woken_for_want_of_a_broker_has_its_place_again(server
     held.release()
     with running(server.url(1)) as task:
         task.app.conf.update(broker_url=GONE, broker_transport_options={"max_retries": 0})
-        wake_all(task.app, lock)
+        give_turns(task.app, "t", lock)
         ((_, due_us),) = locks.zrange(due_set(task.app, "t"), 0, -1, withscores=True)
     assert lock.holder() is None
     assert locks.zrange(line_names(KEY)[0], 0, -1, withscores=True) == [("id-1", 10_000_000)]
@@ -303,34 +303,3 @@ def test_holder_says_who_it_is(info):
     """Whatever it knows of itself: a courier names its task, and has no id."""
     said = str(Holder("token", 1.0, 1, "running", 1.0, info))
     assert said.endswith("running since 1970-01-01 00:00:01 UTC")
-
-
-@pytest.mark.parametrize("many", [False, True], ids=["call", "fan-out"])
-def test_publisher_that_finds_its_key_queued_beside_a_free_lock_serves_the_line(server, locks, many):
-    """The holder has died, and no worker has swept: the call that waits is sent, and the new one is none."""
-    app = Celery("publisher", broker="memory://", set_as_current=False)
-    app.conf.update(setnx_url=server.url(1), task_default_queue=f"publisher-{many}")
-
-    @app.task(base=SingletonTask, shared=False, name="t", singleton={"dedupe": "until_started"})
-    def t() -> None: ...
-
-    app.finalize()
-    task = app.tasks["t"]
-    lock = SetnxLock(locks, task.lock_key(), line=True, lease=60)
-    lock.acquire()
-    first = task.delay()
-    with app.connection_for_read() as connection, connection.SimpleQueue(f"publisher-{many}") as messages:
-        message = messages.get_nowait()
-        call = Call.of("t", message.headers)
-        packed = Message(message.headers, {}, app.conf.task_default_queue, message.payload, JSON)
-        park(locks, call.place(600), copy=call.copy, since=10.0, call=packed.packed(app, call))
-        assert task.delay().id == first.id
-        assert messages.qsize() == 0
-        age(locks, call.key, 60)
-        if many:
-            assert task.fan_out([()]).duplicates == 1
-        else:
-            assert task.delay().id == first.id
-        woken = Call.of("t", messages.get_nowait().headers)
-    assert (woken.task_id, woken.copy == call.copy) == (first.id, False)
-    assert lock.holder().task_id == first.id

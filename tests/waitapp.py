@@ -25,16 +25,16 @@ __all__ = ["app", "arrival", "plain"]
 @worker_process_init.connect
 def die_before_wake(**_details: Any) -> None:
     """The first process that has handed a lock over dies before it sends the wake-up."""
-    go_on = vars(attempt)["let_others_start"]
+    go_on = vars(attempt)["give_turns"]
 
     def die(app: Celery, task: str, lock: SetnxLock) -> None:
-        if lock.heirs and control.set("gate:died", "once", nx=True, ex=60):
+        if lock.turns and control.set("gate:died", "once", nx=True, ex=60):
             journal.write("died", key=lock.name)
             os.kill(os.getpid(), signal.SIGKILL)
         go_on(app, task, lock)
 
     if app.conf.get("dies_before_wake"):
-        vars(attempt)["let_others_start"] = die
+        vars(attempt)["give_turns"] = die
 
 
 if app.conf.get("lets_go_soon"):  # and not after a minute

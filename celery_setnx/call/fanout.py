@@ -22,7 +22,7 @@ from celery_setnx.call.away import extend_unless_away, free_unless_away, mark_un
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
 from celery_setnx.call.message import Call
-from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, mark_lease_s, serve_stalled
+from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, mark_lease_s
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
@@ -271,7 +271,6 @@ class FanningOut:
             [call.mark for call in batch],
             dedupe=self.guard.options.asks,
             lease=grace_s(lease),
-            limit=self.guard.options.limit,
         )
         for call, marked in zip(batch, found):
             if not isinstance(marked, Marked):
@@ -286,8 +285,6 @@ class FanningOut:
         fresh = []
         for call, marked in zip(batch, found):
             if isinstance(marked, Marked) and marked.is_duplicate:
-                if marked.stalled:
-                    serve_stalled(self.guard, call.told.key)
                 self._duplicate(call, marked)
             else:
                 fresh.append(call)

@@ -25,14 +25,12 @@ from celery_setnx.call.guard import Guard, is_singleton
 from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
 from celery_setnx.call.message import Call, RunningCall, attempt_of, id_of
 from celery_setnx.call.switches import DISABLED
-from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import (
     DuplicateTask,
     LockRefused,
     LockUnavailable,
     OptionError,
-    SetnxError,
     UnkeyableCall,
 )
 from celery_setnx.lock.marks import Mark, Marked, grace_s
@@ -126,8 +124,6 @@ def publish(
     has_callbacks = options.get("link") or options.get("link_error")
     if marked is not None and not has_callbacks and _is_of_ended(guard, mark.key, marked):
         marked = take_mark(guard, mark, settled, lease)
-    if marked is not None and marked.stalled:
-        serve_stalled(guard, mark.key)
     if marked is not None and marked.is_duplicate and not has_callbacks:
         return _deduplicated(guard, settled, told, marked, arguments, options.get("ignore_result"))
     if marked is None and settled.dedupe_for:
@@ -294,7 +290,7 @@ def refuse_unseen(guard: Guard, publisher: str, task_id: str | None, options: Ma
 
 def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
     """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
-    terms: dict[str, Any] = {"dedupe": options.asks, "lease": grace_s(lease), "limit": options.limit}
+    terms: dict[str, Any] = {"dedupe": options.asks, "lease": grace_s(lease)}
     (found,) = mark_unless_away(client_for(guard.app), [mark], **terms)
     if isinstance(found, LockUnavailable):
         say_loudly(found)
@@ -308,13 +304,6 @@ def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marke
     if isinstance(found, LockRefused):
         raise found
     return found
-
-
-def serve_stalled(guard: Guard, key: str) -> None:
-    """Let a line go on in which a queued call waits for nobody living; a sweep does it where this fails."""
-    if is_singleton(guard.app._tasks.get(guard.task)):  # else its calls cannot be told from others' here
-        with suppress(SetnxError):
-            let_the_line_go_on(guard.app, guard.task, key)
 
 
 def mark_lease_s(app: Celery, settled: Options, options: Mapping[str, Any], expires: Any = None) -> float:

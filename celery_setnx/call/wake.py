@@ -1,7 +1,7 @@
 """How a line goes on: who is next is handed the lock, and its call is sent from the line to the broker.
 
-Whoever finds a lock that nobody living has lets its line go on, and wakes who has his turn. Whoever is about
-to wait notes when somebody is to look (see `sweep`).
+Whoever gives a lock back hands it on in the same step, and wakes who has his turn. Everybody else notes when
+somebody is to look at the line (see `sweep`), and that one lets it go on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import redis
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery import Celery
 
-from celery_setnx.call.back import Message, call_and_broker, deliverable
+from celery_setnx.call.back import Message, call_and_broker
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, guard_of
@@ -29,6 +29,7 @@ from celery_setnx.lock.line import (
     BEGUN_S,
     PASSED_OVER,
     Found,
+    Noted,
     Place,
     ask_others,
     call_in_line,
@@ -39,7 +40,7 @@ from celery_setnx.lock.line import (
 from celery_setnx.lock.lock import MOST_PERMITS, SetnxLock
 from celery_setnx.lock.names import end_name, line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
-from celery_setnx.lock.record import Heir, Holder, Served
+from celery_setnx.lock.record import Heir, Holder, Served, Turn
 from celery_setnx.lock.scripts import reply_to
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.lock.verbs import HAND_OVER_S, serve
@@ -59,7 +60,6 @@ _EARLIEST_S = 0.001  # after which a worker looks at a line again
 _LOOK_S = 30.0  # after which a worker looks at a line again, at the latest
 _UNSENT_S = 5.0  # after which a wake-up that could not be sent is tried again
 _AT_ONCE = 10  # whom one wake-up passes over, at most
-_MARGIN_S = 0.05  # clocks differ, and an eta is a worker's
 
 
 def wake(app: Celery, heir: Heir | None, key: str) -> None:
@@ -79,7 +79,7 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
             if _is_sent_here(app, call, broker):
                 _send(app, heir, *_of_its_line(app, heir.call))
             else:
-                _leave_to_others(app, heir, call, broker or broker_of(app))
+                _leave_to_others(app, call, broker or broker_of(app))
             break
         except SoftTimeLimitExceeded:
             raise
@@ -95,13 +95,9 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
 
 
 def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
-    """Send a call to which a lock was handed; while that rests, a courier for its end."""
+    """Send a call to which a lock was handed."""
     try:
-        if heir.rest_s > 0:
-            told = {"key": call.key, "task": call.task}
-            message.send_new(app, COURIER, told, deliverable(app, heir.rest_s + _MARGIN_S))
-        else:
-            message.send(app, call.as_copy())
+        message.send(app, call.as_copy())
     except Exception as error:
         text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
         logger.warning(text, heir.task_id, call.key, error, _UNSENT_S, extra=fields(of=call))
@@ -110,16 +106,14 @@ def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
             raise
 
 
-def _leave_to_others(app: Celery, heir: Heir, call: Call, broker: str) -> None:
+def _leave_to_others(app: Celery, call: Call, broker: str) -> None:
     """Have a worker send a call that it alone can send; ValueError if none has come when its line was due.
 
     The lock is kept for it meanwhile, as for one that was sent.
     """
     lines = lines_name(settings_of(app).prefix, broker)
     try:
-        if heir.rest_s > 0:
-            note_due(client_for(app), lines, call.task, call.key, within=heir.rest_s)
-        elif not ask_others(client_for(app), lines, call.task, call.key, call.task_id):
+        if not ask_others(client_for(app), lines, call.task, call.key, call.task_id):
             raise ValueError(f"no worker that has {call.task} looks at its line, with the broker {broker}")
     except SetnxError as error:
         logger.info(
@@ -160,47 +154,56 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
     return None
 
 
-def wake_all(app: Celery, lock: SetnxLock) -> None:
-    """Wake all to whom a lock was handed through this object."""
-    while lock.heirs:
-        wake(app, lock.heirs.pop(0), lock.name)
+def give_turn(app: Celery, task: str, key: str, turn: Turn | None) -> float | None:
+    """Wake the one to whom a lock was handed when it was given back; or note when to look at its line.
+
+    Seconds after which somebody should look; None if a worker is to, or there is no need.
+    """
+    if turn is not None and turn.look_in is not None:
+        return look_within(app, task, key, turn.look_in).look_in
+    wake(app, turn and turn.heir, key)
+    return None
 
 
-def leave_line(app: Celery, call: Call, remember: float = BEGUN_S) -> str:
-    """Let a call leave the line that need not run, and the next one have its turn."""
-    word = leave(client_for(app), place_of(app, call, remember), copy=call.copy)
-    if word == "handed":
-        let_the_line_go_on(app, call.task, call.key, away=call.task_id)
-    return word
+def give_turns(app: Celery, task: str, lock: SetnxLock) -> float | None:
+    """As `give_turn`, of all that releases through this object have left to be done."""
+    look_in = None
+    while lock.turns:
+        look_in = give_turn(app, task, lock.name, lock.turns.pop(0))
+    return look_in
+
+
+def leave_line(
+    app: Celery, call: Call, remember: float = BEGUN_S, *, stays: bool = False
+) -> tuple[str, float | None]:
+    """Let a call leave the line that need not run; one that `stays` gives back what was handed to it.
+
+    The word, and as `give_turn`.
+    """
+    left = leave(client_for(app), place_of(app, call, remember), copy=call.copy, stays=stays)
+    return left.word, give_turn(app, call.task, call.key, left.turn)
 
 
 def let_the_line_go_on(
-    app: Celery,
-    task: str,
-    key: str,
-    away: str = "",
-    client: redis.Redis | None = None,
-    later: Later | None = None,
+    app: Celery, task: str, key: str, client: redis.Redis, later: Later | None = None
 ) -> Served:
-    """Hand a lock that nobody living has to the first in line, and wake that one.
+    """Hand a lock that nobody living has to the first in line, and wake that one: a sweep does, and a look.
 
-    `task` is the name of one whose calls wait for it; `away` is the id of a call that cannot come, though the
-    lock is kept for it. Where starts are paced, a worker is to look when the next may be; a sweep, with a
-    client of its own, says that itself. With `later`, what may be slow is left there: to ask a result
-    backend, and to wake after a take-over, as receivers of its signal hear of it first.
+    `task` is the name of one whose calls wait for it. With `later`, what may be slow is left there: to ask a
+    result backend, and to wake after a take-over, as receivers of its signal hear of it first.
     """
     guard = known_guard(app, task)
-    serve = _service_of(guard, key, client or client_for(app))
+    serve = _service_of(guard, key, client)
     for _ in range(MOST_PERMITS):
-        served = serve(away=away)
+        served = serve()
         holder = served.holder
         if holder is not None and _is_dead(app, holder):
             served = serve(dead=holder.token)
         elif holder is not None and later is not None:
             if holder.state == "held_for_retry":
-                later[key, ""] = partial(let_the_line_go_on, app, task, key)
+                later[key, ""] = partial(let_the_line_go_on, app, task, key, client)
         elif holder is not None and free_ended(app, task, key, holder.task_id, holder.state, client):
-            served = serve(away=away)
+            served = serve()
         heir = served.heir
         if heir is not None and heir.taken_over_from is not None and later is not None:
             later[key, heir.task_id] = partial(wake, app, heir, key)
@@ -208,20 +211,7 @@ def let_the_line_go_on(
             wake(app, heir, key)
         if served.look_in != 0:  # else another permit may be free, and somebody waits
             break
-    if client is None and guard is not None and guard.options.rate and served.heir is None:
-        within = next_look(served)
-        if within is not None:
-            look_within(app, task, key, within)
     return served
-
-
-def let_others_start(app: Celery, task: str, lock: SetnxLock) -> None:
-    """Wake all to whom a lock was handed by its release; where starts are paced, let its line go on."""
-    wake_all(app, lock)
-    if lock.terms.starts and lock.leaves_line:
-        lock.leaves_line = False
-        with suppress(SetnxError):  # a sweep sees to it
-            let_the_line_go_on(app, task, lock.name)
 
 
 def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., Served]:
@@ -234,10 +224,10 @@ def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[
 
 
 def place_of(app: Celery, call: Call, remember: float) -> Place:
-    """A call's place in the line; if its task is known here, with the terms on which it may run."""
+    """A call's place in the line; if its task is known here, with its terms and lease."""
     guard = known_guard(app, call.task)
     place = call.place(remember)
-    return place if guard is None else replace(place, terms=guard.options.terms)
+    return place if guard is None else replace(place, terms=guard.options.terms, lease=guard.options.lease)
 
 
 def lines_of(app: Celery) -> str:
@@ -245,10 +235,10 @@ def lines_of(app: Celery) -> str:
     return lines_name(settings_of(app).prefix, broker_of(app))
 
 
-def look_within(app: Celery, task: str, key: str, within: float) -> str:
-    """Have a worker look at a line within so many seconds: the epoch of Redis' data, if that is known.
+def look_within(app: Celery, task: str, key: str, within: float) -> Noted:
+    """Have a worker look at a line within so many seconds.
 
-    Nothing is raised: a call waits all the same, and its courier says it again.
+    Nothing is raised: a call waits all the same, and its courier says it again. Then the epoch is empty.
     """
     try:
         return note_due(client_for(app), lines_of(app), task, key, within=within)
@@ -256,7 +246,7 @@ def look_within(app: Celery, task: str, key: str, within: float) -> str:
         logger.info(
             "No worker was told to look at the line of %s: %s", key, error, extra=fields(task=task, key=key)
         )
-        return ""
+        return Noted("")
 
 
 def end_within(app: Celery, call: Call, within: float) -> None:
@@ -362,9 +352,11 @@ def look_in(remaining_s: float | None, lease: float) -> float:
 
 
 def remaining_s(found: Found) -> float | None:
-    """Seconds until the holder's deadline; None if there is none."""
+    """Seconds until the holder's deadline, None if there is none; 0 if nobody has the lock."""
     holder = found.holder
-    return None if holder is None or holder.deadline is None else holder.deadline - found.server_time
+    if holder is None:
+        return 0.0
+    return None if holder.deadline is None else holder.deadline - found.server_time
 
 
 def _from_line(text: str, task_id: str, key: str) -> tuple[Call, str]:

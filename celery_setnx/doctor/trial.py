@@ -15,7 +15,15 @@ from celery_setnx.connection import client_for
 from celery_setnx.doctor.app import findings_at_start
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.lock.held import HeldLock
-from celery_setnx.lock.line import Place, claim, leave, note_due, park, runs_instead, settle
+from celery_setnx.lock.line import (
+    Place,
+    claim,
+    leave,
+    note_due,
+    park,
+    runs_instead,
+    settle,
+)
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.lock.names import (
@@ -32,7 +40,7 @@ from celery_setnx.lock.names import (
 )
 from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, reply_of_each
+from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, reply_of_each, reply_to
 from celery_setnx.lock.verbs import serve
 from celery_setnx.lock.wire import hang_up
 from celery_setnx.log import Log
@@ -124,11 +132,12 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
     first = Place(held.key, "check", 0, remember=5.0)
     park(client, first, copy=ORIGINAL, since=0.0, call="")
     park(client, first, since=0.0, call="")  # as its courier does
+    reply_to(client, "ZRANGE", line_names(held.key)[0], "0", "0")  # as a sweep does
     another = SetnxLock(client, held.key, line=True)
     if not another.acquire().waiters:
         raise LockRefused(held.key, "nobody is seen to wait for it: ZCOUNT is forbidden")
     held.release()
-    if not lock.heirs:
+    if not lock.turns:
         raise LockRefused(held.key, "a release does not hand it over: ZRANGEBYSCORE is forbidden")
     serve(another)
     if another.acquire(token=task_token(first.task_id, 0, "0")).acquired:

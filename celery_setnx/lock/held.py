@@ -191,11 +191,10 @@ def local_deadline(before: float, remaining_us: int, lease_s: float) -> float:
 def give_back(
     permit: Permit, rest_until_us: int = 0, mark_for_s: float = 0.0, done_for_s: float = 0.0
 ) -> EndReply:
-    """Release a permit; its lock knows from now on whom to wake."""
+    """Release a permit; its lock knows from now on what is left to be done for its line."""
     ended = release(permit, rest_until_us=rest_until_us, mark_for_s=mark_for_s, done_for_s=done_for_s)
-    permit.lock.leaves_line = ended.leaves_line
-    if ended.heir is not None:
-        permit.lock.heirs.append(ended.heir)
+    if ended.turn is not None:
+        permit.lock.turns.append(ended.turn)
     return ended
 
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from hashlib import sha1
 from typing import Any, NamedTuple
 
 import redis
@@ -27,9 +28,10 @@ from celery_setnx.lock.names import (
     lock_and_task_id,
     permits_name,
     record_name,
+    starts_name,
     ticket_name,
 )
-from celery_setnx.lock.record import ENDED, ORIGINAL, PLAIN, Holder, Terms, holder_of
+from celery_setnx.lock.record import ENDED, ORIGINAL, PLAIN, US, Holder, Terms, Turn, holder_of, turn_of
 from celery_setnx.lock.scripts import (
     REDIS_ERRORS,
     PermitScript,
@@ -40,6 +42,7 @@ from celery_setnx.lock.scripts import (
     translated,
     value_of,
 )
+from celery_setnx.lock.verbs import HAND_OVER_S, HAND_OVER_US
 
 PARK, LEAVE = PermitScript("park"), PermitScript("leave")
 DUE, SWEEP, SETTLE = Script("due"), Script("sweep"), Script("settle")
@@ -47,10 +50,12 @@ DUE, SWEEP, SETTLE = Script("due"), Script("sweep"), Script("settle")
 _TICKET = re.compile(r"(\d+)\|(.*)\|(\d+)", re.DOTALL)
 _WAITS = re.compile(r"\d+\|\d+\|(.*)", re.DOTALL)  # with a + behind the first number a wake-up is on its way
 _LINES_MS = int(8 * DAY_S * 1000)
-_CLAIM_S = 2.0
 _ABSENT_S = 10.0  # a line that is due for longer has no workers
 _PAGE = 1000  # of a line: the server does nothing else meanwhile
 _AS_MANY = 25  # in a page cost the server what one task that is asked for by its id does
+
+SOON_S = 2.0
+"""Seconds: what is due sooner is not left to a sweep that sleeps. For as long a line is claimed."""
 
 CLAIMED_AT_MOST = 100
 """Lines that one `claim` finds; in a cluster, in each slot."""
@@ -74,6 +79,7 @@ class Place:
         call_id: What tells the call from others that were given the same task id. Defaults to nothing.
         shared: Whether others may have that task id, and be told from it. Defaults to False.
         terms: On which terms calls have the lock. Defaults to None: they are not known here.
+        lease: Seconds of a lease of the lock. Defaults to 10.
     """
 
     key: str
@@ -83,6 +89,7 @@ class Place:
     call_id: str = ""
     shared: bool = False
     terms: Terms | None = None
+    lease: float = HAND_OVER_S
 
 
 @dataclass(frozen=True)
@@ -118,15 +125,33 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     return Found(word, int(rank), None if holder and holder.has_ended(now) else holder, now)
 
 
-def leave(client: redis.Redis, place: Place, *, copy: str) -> str:
-    """Leave the line, so that no message of this attempt starts it: `left`.
+class Left(NamedTuple):
+    """What came of leaving the line.
 
-    `handed` if the lock was handed to it, and is to be passed on; `stale` if another message of it has
-    started, in which case nothing was changed.
+    Attributes:
+        word: `left`, or `stale` if another message of the call has started: then nothing was changed.
+        turn: What is left to be done for the line, if the lock was handed to the call; None if nothing is.
     """
-    argv = (place.task_id, place.attempt, copy, _remember_ms(place), *_said(place))
-    reply = LEAVE.of(client, place.key, _keys(place), (place.terms or PLAIN).limit, *argv)
-    return str(reply[0])
+
+    word: str
+    turn: Turn | None
+
+
+def leave(client: redis.Redis, place: Place, *, copy: str, stays: bool = False) -> Left:
+    """Leave the line, so that no message of this attempt starts it. Whoever is next has its turn.
+
+    One that `stays` only gives back what was handed to it, and is passed over for a while.
+    """
+    token = sha1(f"{place.task_id}|{place.attempt}|{copy}".encode("utf-8", "replace")).hexdigest()
+    lease_us = round(place.lease * US)
+    argv: tuple[Any, ...] = (place.task_id, place.attempt, copy, _remember_ms(place), int(place.shared))
+    argv += (token, min(HAND_OVER_US, lease_us), place.terms or 0, lease_us if stays else "")
+    keys = (*_keys(place), starts_name(place.key))
+    word, *rest = LEAVE.of(client, place.key, keys, (place.terms or PLAIN).limit, *argv)
+    if word == "stale":
+        return Left(word, None)
+    now, heir, call, look_us = rest
+    return Left(word, turn_of(heir, call, look_us, int(now)))
 
 
 def goes_on(client: redis.Redis, place: Place, *, copy: str) -> bool:
@@ -235,7 +260,7 @@ class Claimed(NamedTuple):
 
     Attributes:
         slots: The slot of each of its tasks; without those of a node of a cluster that did not answer.
-        next_s: Seconds until another of a task that has a rate is due; None if that is not soon.
+        next_s: Seconds until another is due that this worker is to look at; None if none is that soon.
         lines: Names of a task whose calls wait, and of their lock, or a name of one call beside it.
         are_more: True if there may be more.
         error: Why some slots are missing; None if none is.
@@ -248,23 +273,40 @@ class Claimed(NamedTuple):
     error: LockUnavailable | LockRefused | None
 
 
-def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> str:
-    """Have a worker that has the task look at a line within so many seconds: the epoch of Redis' data."""
+class Noted(NamedTuple):
+    """That somebody is to look at a line.
+
+    Attributes:
+        epoch: What tells Redis' data from those before it lost them.
+        look_in: Seconds after which somebody should look; None if a worker is to.
+    """
+
+    epoch: str
+    look_in: float | None = None
+
+
+def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> Noted:
+    """Have a worker that has the task look at a line within so many seconds.
+
+    Where that is the caller's own, it may be sooner than the next sweep.
+    """
     names = due_names(lines, task, in_cluster=is_cluster(client))
-    return str(DUE(client, names, key, round(within * 1e6), _LINES_MS, _new_epoch())[0])
+    epoch, look_us = DUE(client, names, key, round(within * 1e6), _LINES_MS, _new_epoch())
+    return Noted(epoch, int(look_us) / 1e6 if look_us else None)
 
 
-def claim(client: redis.Redis, lines: str, tasks: Iterable[str], paced: Collection[str] = ()) -> Claimed:
+def claim(client: redis.Redis, lines: str, tasks: Iterable[str], ended: Collection[str] = ()) -> Claimed:
     """Claim the lines of some tasks that it is time to look at: nobody else does for a moment.
 
-    `paced` are those of them that have a rate: their lines are to be looked at to the moment.
+    What is due soon is for the first who learns of it to look at. Of the tasks whose deliveries have `ended`
+    here it is for this worker too, as these may have noted it.
     """
     names = list(tasks)
     random.shuffle(names)  # else of many lines those of the first tasks would always be found first
     in_slots = _in_slots(client, lines, names)
-    argv = (round(_CLAIM_S * 1e6), _LINES_MS, _new_epoch())
+    argv = (round(SOON_S * 1e6), _LINES_MS, _new_epoch())
     asked = [
-        ((epoch, *named), (*argv, *(place for place, task in enumerate(of, 1) if task in paced)))
+        ((epoch, *named), (*argv, *(place for place, task in enumerate(of, 1) if task in ended)))
         for epoch, (named, of) in in_slots.items()
     ]
     slots: dict[str, Slot] = {}
@@ -290,11 +332,12 @@ def settle(
 ) -> float | None:
     """Say in how many seconds somebody is to look at a line again; None if nobody waits there.
 
-    In how many seconds it is due: somebody else may have said something, too.
+    In how many seconds it is due: somebody else may have said something, too. If that is soon, the caller
+    looks at it then.
     """
-    within_us = "" if within is None else round(within * 1e6)
+    within_us, comes = ("", 0) if within is None else (round(within * 1e6), int(within <= SOON_S))
     name, _epoch = due_names(lines, task, in_cluster=is_cluster(client))
-    _word, due_us = SETTLE(client, (name,), key, claimed.slots[task].until_us, within_us)
+    _word, due_us = SETTLE(client, (name,), key, claimed.slots[task].until_us, within_us, comes)
     return int(due_us) / 1e6 if due_us else None
 
 
@@ -334,7 +377,7 @@ def unswept(client: redis.Redis, lines: str, claimed: Claimed) -> list[str]:
         if not reply_to(client, "EXISTS", *named):
             continue
         for name, task in zip(named, of):
-            until_us = int(claimed.slots[task].until_us) - round((_CLAIM_S + _ABSENT_S) * 1e6)
+            until_us = int(claimed.slots[task].until_us) - round((SOON_S + _ABSENT_S) * 1e6)
             entries = reply_to(client, "ZREVRANGEBYSCORE", name, str(until_us), "0", "LIMIT", "0", "10")
             keys.update(lock_and_task_id(_text(entry))[0] for entry in entries)
     return [key for key in sorted(keys) if reply_to(client, "ZCOUNT", line_names(key)[0], "-inf", "+inf")]

@@ -32,9 +32,9 @@ from celery_setnx.lock.record import (
     ORIGINAL,
     PLAIN,
     US,
-    Heir,
     Holder,
     Terms,
+    Turn,
     task_of,
 )
 from celery_setnx.lock.verbs import NamedLock, Permit, Released
@@ -75,9 +75,8 @@ class SetnxLock(NamedLock):
 
     Attributes:
         terms: Its limit and rate.
-        heirs: To whom releases through this object have handed the lock; whoever wakes them takes them from
-            here.
-        leaves_line: Whether the last release may have left somebody in line whom it did not serve.
+        turns: What releases through this object have left to be done for its line; whoever does it takes it
+            from here.
         token: The proof with which the lock was last acquired through this object; None if it never was.
 
     Raises:
@@ -88,8 +87,6 @@ class SetnxLock(NamedLock):
         >>> with SetnxLock(client, "nightly-report", lease=60) as held:   # doctest: +SKIP
         ...     write_report(fence=held.fence)
     """
-
-    leaves_line = False
 
     def __init__(
         self,
@@ -121,7 +118,7 @@ class SetnxLock(NamedLock):
         self.line = line_names(name) if self.wakes or self.terms != PLAIN else ()
         self._permit = 0  # the one that was acquired last
         self._until = 0.0  # by the clock, for which that was acquired
-        self.heirs: list[Heir] = []
+        self.turns: list[Turn] = []
         # Not the HeldLock, which knows this object: each would keep the other for the garbage collector.
         self.token: str | None = None
         self._entered: dict[int, list[HeldLock]] = {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.lock.names import done_name, line_names, mark_name, other_permits, record_name
+from celery_setnx.lock.names import done_name, mark_name, other_permits, record_name
 from celery_setnx.lock.record import Holder, holder_of, task_of
 from celery_setnx.lock.scripts import Script, value_of
 from celery_setnx.lock.verbs import IfSame, if_same, if_this_is_same
@@ -40,13 +40,11 @@ class Marked:
             was first.
         state: `marked` for the caller, or `queued`, `running` or `done`: by whom it is a duplicate.
         holder: The running task's record; None in the other states.
-        stalled: Whether calls wait in line for a lock that nobody living has. Defaults to False.
     """
 
     task_id: str
     state: str
     holder: Holder | None = None
-    stalled: bool = False
 
     @property
     def is_duplicate(self) -> bool:
@@ -68,20 +66,18 @@ class Mark:
 
 
 def mark_all(
-    client: redis.Redis, marks: Sequence[Mark], *, dedupe: str, lease: float, limit: int = 1
+    client: redis.Redis, marks: Sequence[Mark], *, dedupe: str, lease: float
 ) -> list[Marked | LockUnavailable | LockRefused]:
     """Mark many keys for `lease` seconds, in one round trip; of two equal keys the second is a duplicate.
 
     For each what became of it, or why Redis did not say. With `until_done` a task that runs, or whose lock is
-    held for its retry, makes duplicates too; with `dedupe_for` one that has succeeded, as well. `limit`: how
-    many permits their locks have.
+    held for its retry, makes duplicates too; with `dedupe_for` one that has succeeded, as well.
     """
     lease_ms = max(1, int(lease * 1000))
     calls = []
     for mark in marks:
-        others = other_permits(mark.key, limit)
-        keys = (mark.key, record_name(mark.key), mark.name, line_names(mark.key)[0], done_name(mark.key))
-        calls.append(((*keys, *others), (mark.task_id, lease_ms, dedupe)))
+        keys = (mark.key, record_name(mark.key), mark.name, done_name(mark.key))
+        calls.append((keys, (mark.task_id, lease_ms, dedupe)))
     replies = MARK.many(client, calls)  # each [word, task id, now us, lock value, record]
     return [_marked(reply) if isinstance(reply, list) else reply for reply in replies]
 
@@ -142,8 +138,6 @@ def free_if_marked(client: redis.Redis, mark: Mark) -> bool:
 
 def _marked(reply: list[Any]) -> Marked:
     word, task_id, _, value, record = reply
-    if word == "stalled":
-        return Marked(task_id, "queued", stalled=True)
     return Marked(task_id, word, holder_of(value, record))
 
 

@@ -81,16 +81,26 @@ class Heir:
     Attributes:
         task_id: The task's id.
         call: What it is woken with; None if it asks by itself, or its wake-up is on its way.
-        rest_s: Seconds until the lock has rested; 0 if it has been handed over.
         taken_over_from: Who held the lock before, if that one has died.
         server_time: The server's clock (Unix seconds) then; 0 if nobody has died.
     """
 
     task_id: str
     call: str | None
-    rest_s: float = 0.0
     taken_over_from: Holder | None = None
     server_time: float = 0.0
+
+
+class Turn(NamedTuple):
+    """What is left to be done for a line when a permit was given back.
+
+    Attributes:
+        heir: To whom it was handed, and who is to be woken; None if it was not.
+        look_in: Seconds after which somebody is to look at the line; None if there is no need.
+    """
+
+    heir: Heir | None
+    look_in: float | None
 
 
 class Served(NamedTuple):
@@ -238,6 +248,13 @@ def holder_of(
         permit=permit,
         raw=raw,
     )
+
+
+def turn_of(heir: str | None, call: str | None, look_us: str, now_us: int) -> Turn | None:
+    """What is left to be done, as scripts tell of it; None if nothing is."""
+    if heir:
+        return Turn(Heir(heir, call), None)
+    return Turn(None, max(0.0, (int(look_us) - now_us) / US)) if look_us else None
 
 
 def parse_terms(text: str) -> Terms:

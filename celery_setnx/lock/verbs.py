@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import redis
@@ -24,7 +25,19 @@ from celery_setnx.lock.names import (
     starts_name,
     ticket_name,
 )
-from celery_setnx.lock.record import ORIGINAL, PLAIN, US, Heir, Holder, Served, Terms, holder_of, task_of
+from celery_setnx.lock.record import (
+    ORIGINAL,
+    PLAIN,
+    US,
+    Heir,
+    Holder,
+    Served,
+    Terms,
+    Turn,
+    holder_of,
+    task_of,
+    turn_of,
+)
 from celery_setnx.lock.scripts import PermitScript, Script
 
 ACQUIRE, SERVE, FREE = PermitScript("acquire"), PermitScript("serve"), PermitScript("free")
@@ -35,7 +48,7 @@ HAND_OVER_S = 10.0
 
 _JSON = json.JSONEncoder(separators=(",", ":"))
 _REMEMBER_RELEASE_MS = 60_000
-_HAND_OVER_US = round(HAND_OVER_S * US)
+HAND_OVER_US = round(HAND_OVER_S * US)
 
 Error = LockUnavailable | LockRefused
 Released = Literal["released", "resting", "repaired", "held_for_retry", "gone", "lost"]
@@ -65,8 +78,7 @@ class NamedLock:
     retention_ms: int
     limit: int
     terms: Terms
-    heirs: list[Heir]
-    leaves_line: bool
+    turns: list[Turn]
 
     def keys_of(self, permit: int) -> tuple[str, ...]:
         """The keys of one permit; of one beside the first also what is known of all."""
@@ -179,15 +191,13 @@ class EndReply(NamedTuple):
         word: As `HeldLock.release` has it.
         now_us: The server's time, in microseconds; 0 if it says the word alone.
         since_us: If another has it, since when.
-        heir: To whom it is handed, now or when it has rested.
-        leaves_line: Whether it may have left somebody in line.
+        turn: What is left to be done for its line; None if nothing is.
     """
 
     word: Released
     now_us: int = 0
     since_us: int | None = None
-    heir: Heir | None = None
-    leaves_line: bool = False
+    turn: Turn | None = None
 
 
 _RELEASED = EndReply("released")
@@ -196,39 +206,42 @@ _RELEASED = EndReply("released")
 def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s: float) -> EndReply:
     """lua/release.lua: give a permit back, mark the key again, note a success."""
     lock, number, token = permit
-    keys, mark_ms, hand_over_us = lock.keys_of(number)[:2], 0, ""
+    name, keys, mark_ms, hand_over_us = lock.name, lock.keys_of(number)[:2], 0, ""
+    is_paced = lock.wakes and lock.terms.starts > 0
     if lock.line:
         keys += lock.line
-        if number or done_for_s:  # a permit may rest for longer than what is known of permits would last
-            keys += (lock.mark or mark_name(lock.name), permits_name(lock.name))
-            keys += (done_name(lock.name),) if done_for_s else ()
+        if number or done_for_s or is_paced:  # it may rest for longer than what is known of permits
+            keys += (lock.mark or mark_name(name), permits_name(name))
+            keys += (done_name(name),) if done_for_s or is_paced else ()
         elif lock.mark and mark_for_s:
             keys += (lock.mark,)
         if lock.mark:
             mark_ms = int(mark_for_s * 1000)
-        # One beyond the limit, which was lowered, is handed to nobody; to whom when, where that is paced, is
-        # known to `serve` only.
-        if lock.wakes and number < lock.limit and not lock.terms.starts:
-            hand_over_us = str(min(_HAND_OVER_US, lock.lease_us))
-    argv = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us, int(done_for_s * 1000))
+        if lock.wakes and number < lock.limit:  # one beyond the limit, which was lowered, is handed to nobody
+            hand_over_us = str(min(HAND_OVER_US, lock.lease_us))
+    argv: tuple[Any, ...] = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
+    argv += (int(done_for_s * 1000),)
+    if is_paced:
+        others = (permit_names(name, other) for other in range(lock.limit) if other != number)
+        keys += (starts_name(name), *chain.from_iterable(others))
+        argv += (lock.terms,)
     reply = RELEASE(lock.client, keys, *argv)
-    return _RELEASED if len(reply) == 1 else _ended(reply, rest_until_us)
+    return _RELEASED if len(reply) == 1 else _ended(reply)
 
 
 def hold(permit: Permit, *, lease_s: float) -> EndReply:
     """lua/hold.lua: keep a permit for its holder's retry."""
     lock, number, token = permit
     reply = HOLD(lock.client, lock.keys_of(number), token, round(lease_s * US), lock.retention_ms)
-    return _ended(reply, 0)
+    return _ended(reply)
 
 
-def _ended(reply: Sequence[Any], rest_until_us: int) -> EndReply:
-    word, now_us, _value, *rest = reply
-    heir, detail = rest or (None, None)  # what it is woken with; without an heir, since when another has it
-    if not heir:
-        return EndReply(word, int(now_us), int(detail) if detail else None, leaves_line=True)
-    rest_s = (rest_until_us - now_us) / US if word == "resting" else 0.0
-    return EndReply(word, now_us, heir=Heir(heir, detail, rest_s), leaves_line=True)
+def _ended(reply: Sequence[Any]) -> EndReply:
+    word, now, _value, *rest = reply
+    now_us, (heir, detail, look_us) = int(now), (*rest, None, None, "")[:3]
+    if word == "lost":  # since when another has it
+        return EndReply(word, now_us, int(detail) if detail else None)
+    return EndReply(word, now_us, turn=turn_of(heir, detail, look_us, now_us))
 
 
 def free(lock: NamedLock, *, task_id: str) -> str:
@@ -248,7 +261,7 @@ def serve(
     """
     name = lock.name
     keys = (name, lock.record, *line_names(name), permits_name(name), starts_name(name))
-    hand_over_us = min(_HAND_OVER_US, lock.lease_us)
+    hand_over_us = min(HAND_OVER_US, lock.lease_us)
     argv: tuple[Any, ...] = (os.urandom(16).hex(), hand_over_us, _REMEMBER_RELEASE_MS, lock.lease_us)
     argv += (dead, away or unsent, "unsent" if unsent else "", lock.terms if knows_terms else 0)
     reply = SERVE.of(lock.client, name, keys, lock.limit, *argv)

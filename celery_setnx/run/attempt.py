@@ -24,7 +24,7 @@ from celery_setnx.call.back import EVENTS, NONCE, Dropped, come_back, counts_onc
 from celery_setnx.call.ended import free_ended, stored_end
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, RunningCall, has_random_id, retries_of
-from celery_setnx.call.wake import let_others_start, look_within, report_take_over
+from celery_setnx.call.wake import give_turns, look_within, report_take_over
 from celery_setnx.connection import client_for, new_client
 from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.held import HeldLock
@@ -174,9 +174,9 @@ class Attempt:
                 leave(new_client(self.task.app), call.place(BEGUN_S), copy=call.copy)
         self.send(lock_lost, fence=held.fence, reason=reason)
 
-    def wake_heirs(self) -> None:
-        """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
-        let_others_start(self.task.app, self.task.name, self.lock)
+    def give_turns(self) -> None:
+        """Wake the one to whom the lock was handed by its release, or note when to look at its line."""
+        give_turns(self.task.app, self.task.name, self.lock)
 
     @property
     def is_woken(self) -> bool:
@@ -292,10 +292,9 @@ class Attempt:
         Beat so publishes a task that it has not imported: else every tick would wait in line, and run.
         """
         options, mark = self.options, Mark(self.lock.name, self.call.task_id)
-        terms: dict[str, Any] = {"lease": options.queue_lease, "limit": options.limit}
         found: Any = None
         while True:
-            (found,) = mark_all(self.lock.client, [mark], dedupe="until_started", **terms)
+            (found,) = mark_all(self.lock.client, [mark], dedupe="until_started", lease=options.queue_lease)
             if not (isinstance(found, Marked) and self._frees(found.state, found.task_id)):
                 break
         is_queued = isinstance(found, Marked) and found.is_duplicate

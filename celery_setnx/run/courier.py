@@ -32,7 +32,6 @@ from celery_setnx.call.wake import (
     end_within,
     is_of_its_line,
     known_guard,
-    let_the_line_go_on,
     look_in,
     look_within,
     place_of,
@@ -147,7 +146,7 @@ _TOLD: Mapping[str, Callable[[Any], bool]] = {
 
 
 class Courier(Task):  # type: ignore[misc]
-    """Looks after a call that waits for a lock, or only sees to the lock."""
+    """Looks after a call that waits for a lock."""
 
     name = COURIER
     ignore_result = True
@@ -156,11 +155,8 @@ class Courier(Task):  # type: ignore[misc]
     autoretry_for = ()  # whatever the app has for its tasks: what a courier rejects is to come again
     Request = "celery_setnx.run.sweep:CourierRequest"
 
-    def run(self, key: str, task: str = "", order: Mapping[str, Any] | None = None) -> None:
-        """Look after the call that it is told of; without one, let the line of the task's key go on."""
-        if order is None:
-            let_the_line_go_on(self.app, task, key)
-            return
+    def run(self, key: str, order: Mapping[str, Any]) -> None:
+        """Look after the call that it is told of."""
         try:
             _visit(self, key, order)
         except (SoftTimeLimitExceeded, NoWayBack) as error:  # a limit of the app's for all its tasks
@@ -217,14 +213,12 @@ def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | No
         send_again(app, order)
     waits = found.state == "new" and wait_s > 0
     within = wait_s if waits else look_in(remaining_s(found), order.lease)
-    epoch = look_within(app, call.task, call.key, within)
+    epoch = look_within(app, call.task, call.key, within).epoch
     # It may have ended before Redis forgot it; if Redis has forgotten nothing, another call with its id has.
     since = call.since if epoch != order.epoch else 0.0
     if found.state == "new" and stored_end(app, call.task, call.task_id, since=since or None):
         leave(client, replace(place, remember=BEGUN_S), copy=COURIER)
         return None
-    if found.holder is None and not waits:
-        let_the_line_go_on(app, call.task, call.key)
     if not may_be_woken(app, order):
         send_again(app, order)
         return None

@@ -25,7 +25,7 @@ from celery_setnx.lock.marks import Failure, Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.log import Log, fields, say_loudly
-from celery_setnx.run.sweep import look_soon
+from celery_setnx.run.sweep import look_in
 from celery_setnx.threads import Lasting
 
 logger = Log("celery_setnx")
@@ -258,7 +258,7 @@ def _free(what: Mapping[Celery, list[T]], free: Callable[[Any, list[T]], Excepti
 def _leave(ended: Ended) -> str:
     between_forks.give_way()
     try:
-        word = leave_line(ended.app, ended.call)
+        word, seconds = leave_line(ended.app, ended.call)
     except LockUnavailable:
         raise
     except Exception as error:  # noqa: BLE001 - one call's trouble is no other's
@@ -270,7 +270,7 @@ def _leave(ended: Ended) -> str:
             extra=fields(of=ended.call),
         )
         return ""
-    look_soon(ended.app, ended.call.task)
+    look_in(ended.app, seconds)
     return word
 
 

@@ -137,7 +137,7 @@ def _end(attempt: Attempt, held: HeldLock, fate: _Fate) -> None:
 
 def _tell_end(attempt: Attempt, held: HeldLock, word: Released, held_s: float) -> None:
     """Wake the heir of a lock that was given back, and say that it is released."""
-    attempt.wake_heirs()
+    attempt.give_turns()
     if word in ("gone", "lost"):
         return
     if word == "repaired":
@@ -180,7 +180,7 @@ def _end_wait(attempt: Attempt, fate: _Fate) -> None:
     The message with which it goes on may have parked by now: that place is not this delivery's to leave. One
     in which it has only lingered lapses by itself, in a moment.
     """
-    attempt.wake_heirs()  # acquired too late to rely on, and given back
+    attempt.give_turns()  # acquired too late to rely on, and given back
     may_be_in_line = attempt.is_woken or attempt.lingers_since
     if may_be_in_line and fate.back_in is None and not fate.parked:
         _leave(attempt, attempt.call, BEGUN_S if attempt.is_woken else LINGER_S)

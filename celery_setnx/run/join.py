@@ -12,7 +12,7 @@ from celery.states import FAILURE, RETRY, REVOKED, SUCCESS
 
 from celery_setnx.call.back import Dropped, come_back
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import leave_line, let_the_line_go_on
+from celery_setnx.call.wake import leave_line
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import runs_instead
 from celery_setnx.lock.record import Holder
@@ -66,11 +66,11 @@ def holders_end(
         place = call.place(remember_s(task.app, options))
         call = call._replace(join=runs_instead(client_for(task.app), place, of=joined), asked=0)
     if not ended:  # it keeps its place and its courier: whoever dies while it asks, it comes again
-        let_the_line_go_on(task.app, call.task, call.key, away=call.task_id)
+        leave_line(task.app, call, stays=True)
         countdown = min(_ASK_AGAIN_S * 2.0 ** min(asked, 30), options.retry_delay_max)
         reason = f"the result of {joined}, which it has waited for, is not stored"
         come_back(task, call._replace(asked=asked + 1), countdown, reason)
-    if leave_line(task.app, call) == "stale":
+    if leave_line(task.app, call)[0] == "stale":
         raise Dropped("another message has started this call")
     logger.info(
         "%s ends with the result of %s, which it has waited for.", call, joined, extra=fields("joined", call)

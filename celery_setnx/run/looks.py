@@ -1,4 +1,4 @@
-"""A timed look: at the lines of tasks with a rate, between two sweeps, when their next start is near.
+"""A timed look: at the lines that are due between two sweeps, such as when a lock has rested.
 
 Which lines are due, and what is done with them, is the sweep's business.
 """
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.forks import between_forks
+from celery_setnx.lock.line import SOON_S
 from celery_setnx.log import Log
 from celery_setnx.threads import Lasting
 
@@ -21,7 +22,6 @@ logger = Log("celery_setnx")
 EARLIEST_S = 0.01
 """Seconds between two looks, at least."""
 
-_SOON_S = 2.0  # what is due later is left to the sweeps
 _AGAIN_S = 2.0  # after a look that has failed; that Redis is away is the sweep's to say
 
 
@@ -30,7 +30,7 @@ class Swept(NamedTuple):
 
     Attributes:
         lines: How many lines were due.
-        next_s: In how many seconds one is that cannot wait; None if none is.
+        next_s: In how many seconds one is that this worker is to look at; None if none is.
         are_more: True if more may be due by now.
         error: Why the lines on a node of a cluster were not looked at; None if all were.
     """
@@ -42,15 +42,15 @@ class Swept(NamedTuple):
 
 
 class TimedLooks:
-    """A thread that looks when the next start of a line is allowed.
+    """A thread that looks when lines are due soon: at most one look is to come.
 
-    A call notes when that is while its delivery ends, in a process that may end with it; so the parent asks
-    Redis at the end of each delivery. Many may ask for one line, and one of them finds it due: the others
-    stop. Who has handed a lock over goes on while the next start is near; and so does the worker that runs
-    the call, as its end is one of a delivery.
+    A call notes when that is while its delivery ends, in a process that may end with it. One that parks tells
+    its parent. Where a release may note it, because the lock rests or no start is left, the parent asks Redis
+    at the end of each delivery. Several may come for one line, and one of them finds it due. Whoever looks
+    is told whether a delivery has ended.
     """
 
-    def __init__(self, look: Callable[[], Swept]) -> None:
+    def __init__(self, look: Callable[[bool], Swept]) -> None:
         self._look = look
         self._due_at = math.inf
         self._earliest_at = 0.0
@@ -67,7 +67,7 @@ class TimedLooks:
 
     def within(self, seconds: float | None) -> None:
         """Look in so many seconds at the latest, if that is soon; None if there is no need."""
-        if seconds is None or seconds > _SOON_S:
+        if seconds is None or seconds > SOON_S:
             return
         at = time.monotonic() + seconds
         with self._noting:  # a sweep and a look may say it at a time
@@ -80,7 +80,7 @@ class TimedLooks:
             try:
                 self._thread.ensure()
             except RuntimeError as error:
-                logger.info("Lines of tasks with a rate are left to the sweep: %s", error)
+                logger.info("Lines that are due soon are left to the sweep: %s", error)
 
     @property
     def runs(self) -> bool:
@@ -108,10 +108,9 @@ class TimedLooks:
             has_ended, self._has_ended, self._due_at = self._has_ended, False, math.inf
         pause_s = _AGAIN_S
         try:
-            swept = self._look()
+            swept = self._look(has_ended)
             pause_s = EARLIEST_S
-            if swept.lines or has_ended:
-                self.within(0.0 if swept.are_more else swept.next_s)
+            self.within(0.0 if swept.are_more else swept.next_s)
         except SetnxError as error:
             logger.debug("No line is looked at between two sweeps: %s", error)
         finally:

@@ -10,7 +10,6 @@ A call that meets a held lock under `on_conflict="wait"` is in two places at onc
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -30,18 +29,16 @@ from celery_setnx.call.delay import waits_in_broker
 from celery_setnx.call.message import LATEST, Call
 from celery_setnx.call.wake import (
     is_of_its_line,
-    let_the_line_go_on,
     look_in,
     look_within,
     remaining_s,
-    wake,
 )
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import line
-from celery_setnx.lock.line import Found
+from celery_setnx.lock.line import SOON_S, Found
 from celery_setnx.lock.outcome import Outcome
-from celery_setnx.lock.record import ORIGINAL, Heir, Holder
+from celery_setnx.lock.record import ORIGINAL, Holder
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
 from celery_setnx.run.courier import Order
@@ -54,7 +51,14 @@ _VISIBILITY_S = 3600.0  # of a broker that has no such timeout
 
 
 class Parked(Waits):
-    """A call waits in line: its delivery has ended, and it is woken when its turn has come."""
+    """A call waits in line: its delivery has ended, and it is woken when its turn has come.
+
+    Attributes:
+        look_in: Seconds after which this worker is to look at the line; None if it need not. It travels to
+            the worker's parent.
+    """
+
+    look_in: float | None = None
 
 
 def remember_s(app: Celery, options: Options) -> float:
@@ -117,6 +121,7 @@ class _Parking:
         self.is_parked_first = self.has_begun and task.acks_late
         self.call = call._replace(waits=call.waits + 1, asked=0)
         self.message = Message.of(task)
+        self.look_in: float | None = None
         self.order = Order(
             call=self.call,
             message=self.message.packed(self.app, self.call),
@@ -124,14 +129,12 @@ class _Parking:
             lease=options.lease,
             queue_lease=options.queue_lease,
             remember=remember_s(self.app, options),
-            epoch=self.look_within(outcome.remaining_s),
+            epoch=look_within(
+                self.app, call.task, call.key, look_in(outcome.remaining_s, options.lease)
+            ).epoch,
         )
         self.reason = held(call.key, self.holder, options.limit, paced=self.holder.state == "paced")
         self.countdown = deliverable(self.app, self.order.pace(outcome.server_time))
-
-    def look_within(self, holds_s: float | None) -> str:
-        """Have a worker look at the line when the holder's deadline has passed."""
-        return look_within(self.app, self.call.task, self.call.key, look_in(holds_s, self.options.lease))
 
     def send_courier(self) -> None:
         """Send it, or have the call not taken back."""
@@ -165,14 +168,18 @@ class _Parking:
         return Parked(self.reason, self.countdown)
 
     def note_holder(self, found: Found) -> None:
-        """Have a worker look again, unless the lock is whose it was: a sweep may have seen nobody wait."""
-        if self.outcome.paced:
-            self.look_within(self.outcome.remaining_s)
-        elif found.holder is None or found.holder.token != self.ends_first.token:
-            self.look_within(remaining_s(found))
+        """Have a worker look again, unless the lock is whose it was: a sweep may have seen nobody wait.
+
+        If that is soon, it is this worker.
+        """
+        outcome, holder, call = self.outcome, found.holder, self.call
+        within = look_in(outcome.remaining_s if outcome.paced else remaining_s(found), self.options.lease)
+        is_same = not outcome.paced and holder is not None and holder.token == self.ends_first.token
+        if within <= SOON_S or not is_same:
+            self.look_in = look_within(self.app, call.task, call.key, within).look_in
 
     def wait(self, found: Found) -> Parked:
-        """End the delivery, and see to a lock that nobody is going to release."""
+        """End the delivery."""
         call = self.call
         logger.info(
             "%s waits in line, at place %d: %s.", call, found.place, self.reason, extra=fields("waits", call)
@@ -185,18 +192,9 @@ class _Parking:
             holder=self.holder,
             place=found.place,
         )
-        if not self.outcome.paced:  # else the first start that may be is a sweep's
-            self._see_to_lock(found)
-        return Parked(self.reason, self.countdown)
-
-    def _see_to_lock(self, found: Found) -> None:
-        """See to a lock that nobody is going to release."""
-        call = self.call
-        if found.holder is None:  # it came free meanwhile, for those before this one
-            with suppress(SetnxError):  # a sweep sees to it
-                let_the_line_go_on(self.app, call.task, call.key)
-        elif found.holder.state == "resting":  # since its release nobody is there to wake
-            wake(self.app, Heir(call.task_id, self.order.message, remaining_s(found) or 0.0), call.key)
+        parked = Parked(self.reason, self.countdown)
+        parked.look_in = self.look_in
+        return parked
 
 
 def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:

@@ -2,9 +2,9 @@
 
 Each worker's parent asks Redis every two seconds which lines it is time to look at, claims them, serves them,
 and wakes who has his turn. So a line goes on within a lease and a sweep after a death, whatever the broker
-keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds. Lines of
-tasks with a rate are looked at to the moment, too (see `looks`); for a result backend, or a receiver of a
-take-over's signal, no look waits, but the next sweep does.
+keeps to itself. It also puts back, when Redis has lost its data, the calls whose couriers it holds. What is
+due before the next sweep is looked at to the moment, too (see `looks`); for a result backend, or a receiver
+of a take-over's signal, no look waits, but the next sweep does.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SWEEP_S = 2.0
 """Seconds between two sweeps of a worker."""
 
 _AGAIN_S = 30.0  # after which a line that could not be served is looked at again
-_PACED_AGAIN_S = 2.0  # if its task has a rate: it may have been served, and the reply lost
+_TIMED_AGAIN_S = 2.0  # if its task is timed: it may have been served, and the reply lost
 _TIMEOUT_S = 0.9  # a fork of the pool waits for a sweep; doubled while replies take longer
 
 
@@ -202,9 +202,12 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._wait_s = EARLIEST_S if has_more else max(0.0, self._usual_at - now)
         return True
 
-    def _look(self, app: Celery) -> Swept:
-        """Look at the lines of tasks with a rate that are due: others may keep who looks at them waiting."""
-        return self.sweep(app, is_early=True, only_paced=True)
+    def _look(self, app: Celery, has_ended: bool = False) -> Swept:
+        """Look at the lines that are due, in another thread than the sweep's, which others may keep waiting.
+
+        When a delivery has ended, it may have noted what is due soon.
+        """
+        return self.sweep(app, is_early=True, has_ended=has_ended, later=self._left_by_looks)
 
     def _do_what_looks_left(self) -> None:
         """Ask the result backends, and tell of the take-overs, for which no look waits."""
@@ -218,26 +221,22 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
                 text = "The line of %s was not served after a look, and is when it is due again: %s"
                 logger.info(text, key, error, extra=fields(key=key))
 
-    def look_soon(self, app: Celery) -> None:
-        """Look at the lines of tasks with a rate, one of which may be due soon."""
-        if app is self._worker.app and self._thread is not None:
-            self._looks.soon()
+    def looks_of(self, app: Celery) -> list[TimedLooks]:
+        """Its timed looks, if it is a worker of this app and sweeps."""
+        return [self._looks] if app is self._worker.app and self._thread is not None else []
 
-    def sweep(self, app: Celery, *, is_early: bool = False, only_paced: bool = False) -> Swept:
+    def sweep(
+        self, app: Celery, *, is_early: bool = False, has_ended: bool = False, later: Later | None = None
+    ) -> Swept:
         """Look at every line that is due; unless it comes early, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
-        paced = {name for name in tasks if _is_paced(app, name)}
-        later = self._left_by_looks if only_paced else None
-        if only_paced:
-            tasks = [name for name in tasks if name in paced]
-        claimed = claim(self._client, lines, tasks, paced)
+        timed = [name for name in tasks if _is_timed(app, name)] if has_ended else ()
+        claimed = claim(self._client, lines, tasks, timed)
         due = [claimed.next_s]
-        # Those first that are to be looked at to the moment.
-        for task, entry in sorted(claimed.lines, key=lambda line: line[0] not in paced):
+        for task, entry in claimed.lines:
             between_forks.give_way()
-            within = self._serve(app, lines, task, entry, claimed, later)
-            due.append(within if task in paced else None)
+            due.append(self._serve(app, lines, task, entry, claimed, later))
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
             if request not in self._left:
@@ -263,11 +262,11 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             else:
                 for waiting_id in who_waits(self._client, key, self._revoked.to_ask(key)):
                     end_wait(app, key, waiting_id, self._client)
-                within = next_look(let_the_line_go_on(app, task, key, client=self._client, later=later))
+                within = next_look(let_the_line_go_on(app, task, key, self._client, later))
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
             self._wait_longer_after(error)
-            within = _PACED_AGAIN_S if _is_paced(app, task) else _AGAIN_S
+            within = _TIMED_AGAIN_S if _is_timed(app, task) else _AGAIN_S
             text = "The line of %s was not served, and is in %g s: %s"
             logger.info(text, key, within, error, extra=fields(task=task, key=key))
         return settle(self._client, lines, task, entry, claimed, within=within)
@@ -313,12 +312,20 @@ def see_to_sweeps() -> None:
 
 
 def look_soon(app: Celery, task: str) -> None:
-    """Have the workers of an app in this process look at their paced lines, if the task's are.
+    """Have the workers of an app in this process ask which lines are due soon, if the task is timed.
 
-    A delivery of it has ended, or what a call had was freed: its line may be due soon.
+    A delivery of it has ended, or what a call had was freed.
     """
-    for sweep in list(_sweeping) if _is_paced(app, task) else ():
-        sweep.look_soon(app)
+    for sweep in list(_sweeping) if _is_timed(app, task) else ():
+        for looks in sweep.looks_of(app):
+            looks.soon()
+
+
+def look_in(app: Celery, seconds: float | None) -> None:
+    """Have an app's workers in this process look at a line in so many seconds; None: there is no need."""
+    for sweep in list(_sweeping):
+        for looks in sweep.looks_of(app):
+            looks.within(seconds)
 
 
 def _put_back(app: Celery, order: Order) -> bool:
@@ -329,9 +336,10 @@ def _put_back(app: Celery, order: Order) -> bool:
     return waits
 
 
-def _is_paced(app: Celery, task: str) -> bool:
+def _is_timed(app: Celery, task: str) -> bool:
+    """Whether a release of the task's lock may note when its line is due, as starts are paced or it rests."""
     guard = known_guard(app, task)
-    return guard is not None and guard.options.rate is not None
+    return guard is not None and bool(guard.options.rate or guard.options.at_least_for)
 
 
 def _is_revoked_as(stamps: Mapping[str, Any]) -> bool:

@@ -7,12 +7,24 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import Any
 
 from tests.bounds import bound
 from tests.model.explorer import explore
-from tests.model.layout import CALLS, DONE, LINE, LOCK, MARK, PERMITS, RECORD, STARTS, others, ticket_name
+from tests.model.layout import (
+    CALLS,
+    DONE,
+    LINE,
+    LOCK,
+    MARK,
+    PERMITS,
+    RECORD,
+    STARTS,
+    others,
+    pair,
+    ticket_name,
+)
 from tests.model.line import AWAY, Waiter
 from tests.model.lock import TEXTS, Call
 from tests.model.looks import KEYS as LOOK
@@ -39,7 +51,7 @@ from tests.model.store import (
 
 STATES = bound(400, full=1_500)  # of each scenario, whose calls are looked at
 PLACE_OF_A_TIME = {"acquire": 8, "release": 1, "park": 3}
-PLACE_OF_TERMS = {"acquire": 10, "look": 0, "park": 6, "serve": 7}
+PLACE_OF_TERMS = {"acquire": 10, "leave": 7, "look": 0, "park": 6, "release": 6, "serve": 7}
 HOUR = 3_600 * SECOND
 TASKS = ("a", "b", "c", "b|b")
 TOKENS = ("a|0|0", "a|1|1", "b|0|1", "b|b|0|4", "|0|5", "one")
@@ -166,7 +178,8 @@ def _at_a_boundary(call: Call, draw: random.Random) -> Call:
 
 def _terms_of(call: Call) -> str:
     place = PLACE_OF_TERMS.get(call.name)
-    return call.told[place] if place and call.told[place] != "0" else terms_in(call.store)
+    is_told = place is not None and call.told[place : place + 1] not in ((), ("0",))
+    return call.told[place] if is_told else terms_in(call.store)
 
 
 def _count(call: Call) -> int:
@@ -305,8 +318,12 @@ def _terms(call: Call, draw: random.Random) -> Call:
         known = f"{highest} {pick((terms, f'{limit}'))}"
         store = store._replace(known=None if known == "1 1" else Known(known, pick(LEASES)))
     place = PLACE_OF_TERMS.get(call.name)
+    if call.name == "release":
+        place = place if STARTS in call.keys else None
+        terms = terms if ":" in terms else f"{terms}:{many}/{period}"
     if place is not None and (call.name != "acquire" or "#" in call.verb):
-        call = _with(call, {place: terms if call.name == "acquire" else pick(("0", "0", terms, "1"))})
+        is_known = call.name in ("acquire", "release")
+        call = _with(call, {place: terms if is_known else pick(("0", "0", terms, "1"))})
     if STARTS in call.keys:
         beside = (-1, 0, 1, AHEAD - 1, AHEAD, AHEAD + 1, period, period // 2, period // 2, -period)
         times = {(now - period + pick(beside), draw.randrange(3), 5) for _ in range(draw.randrange(5))}
@@ -326,9 +343,11 @@ def _told(call: Call, draw: random.Random) -> Call:
     elif call.verb == "acquire":
         words = {place: words[place] for place in (0, 1, 2, 4)}
     if call.name == "release":
-        call = call._replace(keys=(*call.keys[:2], LINE, CALLS, MARK, PERMITS, DONE))
-    if call.name == "mark":
-        call = call._replace(keys=(*call.keys[:5], *others(draw.choice((1, 2, 3)))))
+        call = call._replace(keys=(*call.keys[:2], LINE, CALLS, MARK, PERMITS, DONE), told=call.told[:6])
+        if draw.random() < 0.5:  # with a rate
+            more = (pair(number) for number in range(draw.choice((1, 2, 3))) if pair(number) != call.keys[:2])
+            call = call._replace(keys=(*call.keys, STARTS, *chain.from_iterable(more)))
+            call = call._replace(told=(*call.told, f"3:{draw.choice((1, 2))}/{draw.choice(PERIODS)}"))
     if call.name == "forget":
         call = call._replace(keys=(DONE, RECORD, *others(draw.choice((1, 2, 3)))[1::2]))
     places = draw.sample(sorted(words), draw.choice((1, len(words), len(words))))
@@ -368,7 +387,10 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
         "forget": {0: own},
         "serve": {4: ("", *tokens, *TOKENS[:2]), 5: ("", *heirs, *TASKS), 6: ("", "", "unsent")},
         "park": {1: (0, 1, 2), 2: (*[""] * 4, *copies), 7: (0, 1)},
-        "leave": {1: (0, 1, 2), 2: copies, 4: (0, 1)},
+        "leave": {
+            1: (0, 1, 2), 2: copies, 4: (0, 1), 5: ("left", *tokens, *own), 6: (0, 3 * SECOND),
+            8: ("", "", 1, 1_234_567),
+        },
     }  # fmt: skip
     return words.get(call.name, {})
 
@@ -377,7 +399,7 @@ CHANGES: dict[str, tuple[Callable[[Call, random.Random], Call], ...]] = {
     "acquire": (_told, _permits, _line, _marks, _ticket, _terms),
     "renew": (_told, _permits, _terms),
     "hold": (_told, _permits, _terms),
-    "release": (_told, _permits, _line, _marks),
+    "release": (_told, _permits, _line, _marks, _terms),
     "free": (_told, _permits, _terms),
     "look": (_told, _permits, _line, _marks, _terms),
     "mark": (_told, _permits, _line, _marks),

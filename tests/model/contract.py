@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from tests.model import edits, grants, holders, looks, turns
+from tests.model import edits, grants, holders, leaving, looks, turns
 from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, pair, read_back
 from tests.model.line import waiting
 from tests.model.lock import Call
@@ -23,11 +23,11 @@ KNOWN_WORDS = {
     "release": "released resting repaired held_for_retry gone lost",
     "hold": "held_for_retry released resting handed failed gone lost",
     "park": "new parked handed stale taken more",
-    "leave": "left handed stale more",
+    "leave": "left stale more",
     "serve": "handed taken_over held empty more FOREIGNRECORD",
     "free": "released repaired gone lost more",
     "look": "more",  # or the time, and then what a call would be told
-    "mark": "marked queued stalled running done WRONGTYPE",
+    "mark": "marked queued running done WRONGTYPE",
     "if_same": "done changed",
     "forget": "freed lost WRONGTYPE",
 }
@@ -41,7 +41,6 @@ REFUSES = (
         "more",
         "lost",
         "queued",
-        "stalled",
         "running",
         "done",
         "changed",
@@ -171,6 +170,8 @@ def _promised(call: Call, found: Played) -> Iterator[tuple[bytes, int, bool]]:
     if word == "marked" or (call.name == "if_same" and word == "done" and told[1]):
         yield call.keys[2 if call.name == "mark" else 0], int(told[1]), False
     elif call.name in ("park", "leave") and word in ("new", "parked", "handed", "left"):
+        if call.name == "leave" and told[8]:
+            return
         remember = int(told[5 if call.name == "park" else 3])
         yield call.keys[4], remember, True
         if call.name == "park":
@@ -226,10 +227,10 @@ def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> boo
             and int(reply[2]) == old.holder.fence
             and int(reply[1]) > call.now
         )
+    until = old.holder.deadline
     if word == "line":
         record = f"\n0\n0\nhanded\n{call.now}\n{grants.caller_of(call).first}"
-        return (int(reply[1]), int(reply[2]), *reply[4:6]) == (0, old.holder.fence, None, record)
-    until = old.holder.deadline
+        return (int(reply[1]), int(reply[2]), *reply[4:6]) == (until, old.holder.fence, None, record)
     if word in grants.GRANTED:
         until = new.holder.deadline
         fence = new.holder.fence
@@ -426,6 +427,7 @@ CLAUSES: tuple[Clause, ...] = (
     is_the_same_again,
     *grants.CLAUSES,
     *holders.CLAUSES,
+    *leaving.CLAUSES,
     *looks.CLAUSES,
     *turns.CLAUSES,
 )

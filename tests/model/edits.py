@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.model.layout import LOCK, RECORD, laid_out, read_back
 from tests.model.lock import Call
-from tests.model.permits import at, highest_in
+from tests.model.permits import at, highest_in, pace_of
 from tests.model.store import MS, NOT_A_STRING, Calls, Line, Record, Store, seconds, up
 
 
@@ -65,6 +65,14 @@ def permits_last(store: Store, ms: int) -> Store:
     return store._replace(known=known and known._replace(lease=max(known.lease, ms)))
 
 
+def starts_last(store: Store, terms: str, now_ms: int) -> Store:
+    """The starts are kept for another two periods, if they would not last for one."""
+    starts, ms = store.starts, up(pace_of(terms)[1], MS)
+    if not starts.times or (starts.expiry is not None and starts.expiry - now_ms >= ms):
+        return store
+    return store._replace(starts=starts._replace(expiry=now_ms + 2 * ms))
+
+
 def before(call: Call) -> Store:
     """The keys as the call finds them."""
     return read_back(dict(laid_out(call.store, call.now // MS)), call.now // MS)
@@ -77,8 +85,8 @@ def number_of(call: Call) -> int:
 
 def permits_in(call: Call) -> list[Store]:
     """The permits of which the call is told a key."""
-    told = {name.partition(b"#")[2] for name in call.keys if name.startswith((LOCK, RECORD))}
-    return [at(call.store, number) for number in range(len(told))]
+    told = {int(name.partition(b"#")[2] or 0) for name in call.keys if name.startswith((LOCK, RECORD))}
+    return [at(call.store, number) for number in sorted(told)]
 
 
 def highest_used(call: Call, after: Store) -> int:

@@ -13,11 +13,13 @@ from tests.model.edits import (
     out_of_line,
     permits_in,
     permits_last,
+    starts_last,
     without_calls,
 )
-from tests.model.line import Next, next_of, waiting
+from tests.model.layout import STARTS
+from tests.model.line import LOOKED_AT, Next, next_of, waiting
 from tests.model.lock import Call
-from tests.model.permits import at, ends, said_of
+from tests.model.permits import AHEAD, at, earliest_start, is_to_come, said_of
 from tests.model.store import MS, Mark, Store, task_of, up
 from tests.simulation.scripts import Script
 
@@ -25,10 +27,26 @@ if TYPE_CHECKING:
     from tests.model.contract import Played
 
 
-def heir_in_line(call: Call) -> Next:
-    """Whom a release hands the lock to."""
-    if len(call.keys) <= 2 or call.told[4] == "":
-        return Next(None, 0, ())
+NOBODY = Next(None, 0, ())
+
+
+def _may_hand_over(call: Call) -> bool:
+    """Whether a release may hand the lock to the first in line."""
+    return len(call.keys) > 2 and call.told[4] != ""
+
+
+def _paced_till(call: Call) -> int:
+    """Until when the pace lets nobody start; 0 if one may. Who was handed another permit is to come."""
+    if STARTS not in call.keys:
+        return 0
+    promised = sum(is_to_come(permit, call.now) for permit in permits_in(call))
+    return earliest_start(call.store.starts, call.told[6], call.now, promised, AHEAD)
+
+
+def heir_in_line(call: Call, word: str) -> Next:
+    """Whom a release hands the lock to, unless it rests, or the pace lets nobody start."""
+    if not _may_hand_over(call) or word == "resting" or _paced_till(call):
+        return NOBODY
     return next_of(waiting(call.store), dict(call.store.calls.fields), call.now, int(call.told[4]))
 
 
@@ -44,7 +62,7 @@ def _after_release(call: Call, found: Played) -> Store:
     if _is_resent(call) or found.word == "lost":
         return store
     rest_until, remember = int(call.told[1]), int(call.told[2])
-    record, heir = at(store, number).holder, heir_in_line(call)
+    record, heir = at(store, number).holder, heir_in_line(call, found.word)
     if found.word == "resting":
         store = kept(store, number, record._replace(deadline=rest_until, state="resting"), remember)
     elif heir.task is not None:
@@ -52,6 +70,8 @@ def _after_release(call: Call, found: Played) -> Store:
         store = out_of_line(kept(store, number, record, remember), heir.task)
     else:
         store = given_back(store, number, record._replace(state=found.word), now_ms + remember)
+    if found.word != "resting" and _may_hand_over(call) and store.line.places and _paced_till(call):
+        store = starts_last(store, call.told[6], now_ms)
     if len(call.keys) > 5 and (deadline := at(store, number).holder.deadline):
         store = permits_last(store, up(deadline - call.now, MS) + remember)
     store = without_calls(out_of_line(store, *heir.gone), *heir.gone) if heir.gone else store
@@ -73,12 +93,34 @@ def _marks_after_release(call: Call, store: Store, found: Played) -> Store:
 
 
 def says_more_only_if_there_is(script: Script, call: Call, found: Played) -> bool:
-    """A release says one word alone if nobody waits: there is nothing to tell."""
-    if call.name != "release" or found.error or found.word != "released":
+    """A release says one word alone if there is nothing to tell; else also when to look at the line.
+
+    That is when it has rested, or one more may start; at once, if all that it has looked at are gone.
+    """
+    if call.name != "release" or found.error or found.word == "lost":
         return True
-    waits = heir_in_line(call).task is not None
-    leaves_line = len(call.keys) > 2 and call.told[4] == "" and bool(before(call).line.places)
-    return (len(found.words) == 1) == (not _is_resent(call) and not waits and not leaves_line)
+    waits, record = (
+        _may_hand_over(call) and bool(before(call).line.places),
+        at(call.store, number_of(call)).holder,
+    )
+    heir, look = heir_in_line(call, found.word), ""
+    if record.state == "handed":
+        waits = False
+    elif _is_resent(call):
+        look = "" if record.state == "held_for_retry" or STARTS not in call.keys else str(call.now)
+        look = str(record.deadline) if record.state == "resting" else look
+    elif found.word == "resting":
+        look = call.told[1]
+    elif _paced_till(call):
+        look = str(_paced_till(call))
+    elif heir.task is None and len(heir.gone) == LOOKED_AT:
+        look = str(call.now)
+    look = look if waits else ""
+    if len(found.words) == 1:
+        return found.word == "released" and not _is_resent(call) and heir.task is None and not look
+    return found.words[5] == look and (
+        found.word != "released" or _is_resent(call) or bool(heir.task or look)
+    )
 
 
 def _after_renew(call: Call, found: Played) -> Store:
@@ -152,14 +194,6 @@ def changes_that_alone(script: Script, call: Call, found: Played) -> bool:
     return found.after == wanted
 
 
-def stalls_only_a_line(script: Script, call: Call, found: Played) -> bool:
-    """`stalled` is said if calls wait for a lock that nobody living has, by any of its permits."""
-    if call.name != "mark" or found.word not in ("queued", "stalled"):
-        return True
-    is_idle = any(ends(permit, call.now) == 0 for permit in permits_in(call))
-    return (found.word == "stalled") == (bool(before(call).line.places) and is_idle)
-
-
 def tells_whose_it_is(script: Script, call: Call, found: Played) -> bool:
     """A mark that is not made says whose run or success is in the way; of a run also value and record."""
     if call.name != "mark" or found.error:
@@ -177,7 +211,6 @@ def tells_whose_it_is(script: Script, call: Call, found: Played) -> bool:
 
 CLAUSES = (
     says_more_only_if_there_is,
-    stalls_only_a_line,
     tells_whose_it_is,
     frees_one_that_waits,
     changes_that_alone,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 from tests.model.injected import plain_texts
@@ -148,6 +149,8 @@ class Lock:
         done_for: int = 0,
         line: bool = False,
         permit: int = 0,
+        terms: str = "",
+        count: int = 1,
     ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `done_for`: for which it
         notes the success. The reply ends with whether the script has said the word alone.
@@ -155,15 +158,19 @@ class Lock:
         keys = pair(permit)
         if line or again or done_for or permit:
             keys += (LINE, CALLS, MARK)
-        if permit or done_for:
+        if permit or done_for or terms:
             keys += (PERMITS,)
-        if done_for:
+        if done_for or terms:
             keys += (DONE,)
-        told = token, rest_until, remember, again, hand_over, done_for
+        told: tuple[object, ...] = (token, rest_until, remember, again, hand_over, done_for)
+        if terms:
+            others_of = (pair(number) for number in range(count) if number != permit)
+            keys += (STARTS, *chain.from_iterable(others_of))
+            told += (terms,)
         after, reply = self._run("release", store, now, keys, *told)
         if len(reply) == 1:
-            return after, (*reply, str(now), store.value, None, None, True)
-        return after, (*reply, *[None] * (5 - len(reply)), False)
+            return after, (*reply, str(now), store.value, None, None, "", True)
+        return after, (*reply, *(None, None, "")[len(reply) - 3 :], False)
 
     def hold(
         self, store: Store, now: int, *, token: str, lease: int, retention: int, permit: int = 0
@@ -176,11 +183,9 @@ class Lock:
         keys = (LOCK, RECORD, PERMITS, *others(count))
         return self._run("free#" if count > 1 else "free", store, now, keys, task_id, remember)
 
-    def mark(
-        self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str, count: int = 1
-    ) -> Answer:
+    def mark(self, store: Store, now: int, *, task_id: str, lease: int, dedupe: str) -> Answer:
         """lua/mark.lua."""
-        keys = (LOCK, RECORD, MARK, LINE, DONE, *others(count))
+        keys = (LOCK, RECORD, MARK, DONE)
         return self._run("mark", store, now, keys, task_id, lease, dedupe)
 
     def if_same(self, store: Store, now: int, *, task_id: str, lease: int | str = "") -> Answer:
@@ -240,12 +245,16 @@ class Lock:
         attempt: int,
         copy: str,
         remember: int,
+        hand_over: int,
+        lease: int | str = "",
+        terms: str = "0",
         shared: str = "0",
         count: int = 1,
     ) -> Answer:
-        """lua/leave.lua."""
-        keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, *others(count))
-        told = task, attempt, copy, remember, shared
+        """lua/leave.lua; `lease`: for how long it is passed over that stays."""
+        keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, STARTS, *others(count))
+        token = f"left {task} {attempt} {copy}"
+        told = task, attempt, copy, remember, shared, token, hand_over, terms, lease
         return self._run("leave#" if count > 1 else "leave", store, now, keys, *told)
 
 

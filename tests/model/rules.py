@@ -98,10 +98,10 @@ def _of_free(call: Call, store: Store) -> str:
     return "released" if _is_ours(store) else "repaired" if _is_repaired(call, store) else "lost"
 
 
-def _of_mark(call: Call, store: Store) -> str | None:
+def _of_mark(call: Call, store: Store) -> str:
     mark, record, done, (task, _, dedupe) = store.mark, store.holder, store.done, call.told
     if mark is not None and mark.task_id != task:
-        return None  # `queued` or `stalled`: whether anybody holds the lock
+        return "queued"
     live = store.value is not None and call.now < record.deadline
     holder = task_of(record.token)[0]
     if (
@@ -133,14 +133,8 @@ def is_heir(call: Call, task: str) -> bool:
     return any(permit.holder.info == task for permit in handed)
 
 
-def _of_leave(call: Call, store: Store) -> str | None:
-    task, attempt, copy, _, shared = call.told
-    if is_stale(call, attempt, copy):
-        return "stale"
-    values = [at(call.store, number).value for number in range(_count_of(call) or 1)]
-    if "#" in call.verb and not all(value is None or NUMBER.fullmatch(value) for value in values):
-        return None  # a permit is a foreign program's
-    return "handed" if is_heir(call, task) and not is_anothers(call, shared) else "left"
+def _of_leave(call: Call, store: Store) -> str:
+    return "stale" if is_stale(call, *call.told[1:3]) else "left"
 
 
 def _of_park(call: Call, store: Store) -> str | None:

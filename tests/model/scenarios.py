@@ -308,7 +308,6 @@ LINES: dict[str, Callable[[], Waiters]] = {
     "wake-ups alone, asking again first": lambda: Waiters("abc", slots=2 + DEEP, linger=True, late_wakes=DEEP,
         **ALONE),
     "wake-ups alone, calls that leave": lambda: Waiters("abc", slots=3, revokes=1 + DEEP, **ALONE),
-    "wake-ups alone, a lock that rests": lambda: Waiters("abc", slots=3, rests=True, **ALONE),
     "workers that die": lambda: Waiters(FEW, slots=3, crashes=2, late_wakes=bound(1, full=2), **SWEPT),
     "workers that die, three calls": lambda: Waiters("abc", slots=bound(2, full=3), crashes=1,
         late_wakes=bound(0, full=1, deep=2), **SWEPT),
@@ -323,8 +322,6 @@ LINES: dict[str, Callable[[], Waiters]] = {
     "calls that retry themselves": lambda: Waiters("ab", retries={"a": 1, "b": DEEP}, hears=True,
         crashes=bound(0, full=1), late_wakes=bound(0, full=1), **SWEPT),
     "a lock that rests": lambda: Waiters(FEW, rests=True, crashes=1, late_wakes=1, **SWEPT),
-    "anybody who lets the line go on": lambda: Waiters(FEW, slots=3, visits=2, crashes=1, late_wakes=1,
-        **SWEPT),
     "second deliveries": lambda: Waiters("ab", late=bound("a", full="ab"), seconds=1 + DEEP),
     "second deliveries, amid parking": lambda: Waiters("ab", late="ab", seconds=1, early_seconds=True),
     "tickets that are forgotten": lambda: Waiters("ab", forgets=True, late_wakes=1),
@@ -335,10 +332,10 @@ DOWN: dict[str, Any] = {"limit": 2, "limits": dict.fromkeys("cd", 1)}
 UP: dict[str, Any] = {"limit": 1, "limits": dict.fromkeys("cd", 2)}
 RAISED: dict[str, Any] = {"limit": 3, "parked": "bcd"}
 LINES_OF_PERMITS: dict[str, Callable[[], Waiters]] = {
-    "wake-ups alone": lambda: Waiters(bound("abcd", full="abcde"), slots=5, **TWO, **ALONE),
+    "nobody dies": lambda: Waiters(bound("abcd", full="abcde"), slots=5, **TWO, **SWEPT),
     "wake-ups alone, three permits": lambda: Waiters("abcd", slots=4, limit=3, **ALONE),
-    "wake-ups alone, beside a call that runs for ever": lambda: Waiters("abcd", slots=bound(3, full=4),
-        endless="a", **TWO, **ALONE),
+    "nobody dies, beside a call that runs for ever": lambda: Waiters("abcd", slots=bound(3, full=4),
+        endless="a", **TWO, **SWEPT),
     "wake-ups alone, two of three run for ever": lambda: Waiters("abcd", slots=4, endless="ab", limit=3,
         **ALONE),
     "wake-ups alone, asking again first": lambda: Waiters("abc", slots=3, linger=True, **TWO, **ALONE),
@@ -368,8 +365,6 @@ LINES_OF_PERMITS: dict[str, Callable[[], Waiters]] = {
         hears=True, crashes=bound(0, full=1), **TWO, **SWEPT),
     "permits that rest": lambda: Waiters("abc", slots=3, rests=True, crashes=1, late_wakes=bound(0, full=1),
         **TWO, **SWEPT),
-    "anybody who lets the line go on": lambda: Waiters("abc", slots=3, visits=bound(1, full=2), crashes=1,
-        late_wakes=1, **TWO, **SWEPT),
     "limits that differ": lambda: Waiters(bound("abc", deep="abcd"), slots=3, crashes=1,
         late_wakes=bound(0, full=1), **DOWN, **SWEPT),
     "second deliveries": lambda: Waiters("abc", late="a", seconds=1, slots=bound(2, full=3), **TWO),
@@ -403,7 +398,6 @@ PACED_LINES: dict[str, Callable[[], Waiters]] = {
         full=1), **SWEPT),
     "calls that leave": lambda: Waiters("ab", revokes=1, pace=1, crashes=1, **SWEPT),
     "permits that rest": lambda: Waiters("ab", rests=True, pace=1, crashes=1, **SWEPT),
-    "anybody who lets the line go on": lambda: Waiters("abc", slots=2, visits=1, pace=1, **SWEPT),
     "couriers": lambda: Waiters("ab", pace=1, crashes=1),
     "rates that differ": lambda: Waiters("ab", limit=2, pace=1, paces={"b": 2}, crashes=1, **SWEPT),
 }  # fmt: skip

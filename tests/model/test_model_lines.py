@@ -41,7 +41,6 @@ def test_overtaken_call_that_parks_again_may_be_woken_twice():
 SPINS = {
     "one permit": lambda: Waiters("ab", slots=2, pace=1, late_wakes=1, **SWEPT),
     "two permits": lambda: Waiters("abc", slots=2, limit=2, pace=1, crashes=1, **SWEPT),
-    "wake-ups alone": lambda: Waiters("ab", pace=1, visits=1, couriers=False, sweeps=False),
 }
 
 

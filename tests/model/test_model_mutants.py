@@ -23,7 +23,7 @@ from tests.model.scenarios import ALONE, DOWN, ONE, RAISED, SHORT, SWEPT, TWO
 from tests.model.store import MS, Answer, Mark, Record, Start, Store
 from tests.model.waiters import (
     ORIGINAL,
-    VISITOR,
+    SWEEP,
     Process,
     Scene,
     Waiters,
@@ -287,7 +287,7 @@ def ends_if(word: str) -> Any:
 
 def notes_later(world: Waiters, scene: Scene) -> Scene:
     """The line is noted in another step."""
-    return scene._replace(processes=tuple(sorted((*scene.processes, Process("notes", VISITOR)))))
+    return scene._replace(processes=tuple(sorted((*scene.processes, Process("notes", SWEEP)))))
 
 
 def notes(world: Waiters, scene: Scene, process: Process) -> Iterator[tuple[Event, Scene]]:
@@ -332,17 +332,15 @@ OF_WORKERS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
     "courier ends when its call is parked": (with_the_broker, "ab", {"courier_ends": ends_if("parked")}),
     "parked without a second look": (LOST, "ab", {"is_free": no, **ALONE}),
     "handed over while it asked": (LOST, "ab", {"linger": True, "its_turn": "", **ALONE}),
-    "parked during a rest": (LOST, "ab", {"rests": True, "met_a_rest": "", **ALONE}),
-    "left without passing on": (LOST, "abc", {"revokes": 1, "passes_on": no, **ALONE}),
+    "left without waking the next": (LOST, "abc", {"revokes": 1, "wakes_next": no, **ALONE}),
     "backend not asked": (at_most_once, "ab", {"late": "a", "seconds": 1, "may_have_ended": no}),
-    "newcomer hands out one permit": (serves_all, "abcd",
-        {"slots": 4, "visits": 1, "serves_again": no, **RAISED, **ALONE}),
+    "sweep hands out one permit": (serves_all, "abcd", {"slots": 4, "serves_again": no, **RAISED, **SWEPT}),
     "permit beyond the limit handed over by its holder": (beyond_drains, "abcd",
         {"slots": 4, "may_hand_over": yes, **DOWN, **ALONE}),
     "parked beside a free permit without a second look": (line_moves, "abc",
         {"slots": 3, "is_free": no, **TWO, **ALONE}),
-    "left a permit without passing on": (line_moves, "abcd",
-        {"slots": 4, "revokes": 1, "passes_on": no, **TWO, **ALONE}),
+    "left a permit without waking the next": (line_moves, "abcd",
+        {"slots": 4, "revokes": 1, "wakes_next": no, **TWO, **ALONE}),
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tests.simulation.scripts import Script
 
 REFUSED = ("more", "stale", "taken")
-TURNS = ("serve", "park", "leave", "look", "forget")
+TURNS = ("serve", "park", "look", "forget")
 
 
 def _pair_of(permit: Store, now: int) -> list[str | None]:
@@ -98,7 +98,6 @@ def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
         return True
     may = {
         "park": ("line", "calls", "tickets", "known"),
-        "leave": ("line", "calls", "tickets"),
         "serve": ("line", "calls", "known", "starts"),
         "forget": ("done",),
         "look": (),
@@ -123,19 +122,19 @@ def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
 
 
 def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
-    """A task's ticket says which attempt waits, or which message of it left, and the wake-ups in vain.
+    """A task's ticket says which attempt waits, and the wake-ups in vain.
 
     A courier may find that its call has begun, and was never woken in vain. Then the ticket is kept for a
     shorter time. Other tickets stay.
     """
-    if call.name not in ("park", "leave") or found.error:
+    if call.name != "park" or found.error:
         return True
     task, attempt, copy = call.told[:3]
-    ms, tickets = int(call.told[5 if call.name == "park" else 3]), dict(call.store.tickets)
+    ms, tickets = int(call.told[5]), dict(call.store.tickets)
     if found.word not in REFUSED:
-        text = f"{attempt}|{copy if call.name == 'leave' else ''}|{_vain_of(call)}"
+        text = f"{attempt}||{_vain_of(call)}"
         tickets[task] = Ticket(text, ms)
-    elif (call.name, found.word, copy) == ("park", "stale", ""):
+    elif (found.word, copy) == ("stale", ""):
         ticket = tickets[task]
         if (ticket.attempt, ticket.vain) == (int(attempt), "0"):
             tickets[task] = ticket._replace(lease=min(ticket.lease, ms))
@@ -152,19 +151,16 @@ def _vain_of(call: Call) -> str:
 
 
 def has_its_place(script: Script, call: Call, found: Played) -> bool:
-    """A task that parks stands in line, and its call is known. A task that leaves does not. Others stay.
+    """A task that parks stands in line, and its call is known. Others stay.
 
     What its courier finds of its place and its call stays as it is, unless an earlier attempt has left it. A
     task that is told `handed` gets no place.
     """
-    if call.name not in ("park", "leave") or found.error:
+    if call.name != "park" or found.error:
         return True
     task, attempt, copy, since, wakes = call.told[:5]
     places, calls, lasts = _places(call.store), dict(call.store.calls.fields), 0
-    if call.name == "leave" and found.word not in REFUSED and not is_anothers(call, call.told[-1]):
-        places.pop(task, None)
-        calls.pop(task, None)
-    elif call.name == "park" and found.word not in REFUSED:
+    if found.word not in REFUSED:
         ticket, lasts = dict(call.store.tickets).get(task), int(call.told[5])
         is_known = waiter(call.store, task) and not (ticket and ticket.attempt < int(attempt))
         is_handed = found.word == "handed"

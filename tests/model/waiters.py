@@ -40,11 +40,10 @@ LATE = "~"
 
 
 class Message(NamedTuple):
-    """A message in the broker: `call`, `courier` or `nudge`; or the business of a `sweep` or a `visitor`.
+    """A message in the broker: `call` or `courier`; or the business of a `sweep`.
 
-    `copy`: which of the call's messages it is; of a courier, what it wakes its call with; of a nudge, whose
-    rest it has waited for. `again`: whether it is `redelivered`, or has met its `own` other delivery. `late`:
-    whether the lock was handed over in vain.
+    `copy`: which of the call's messages it is; of a courier, what it wakes its call with. `again`: whether it
+    is `redelivered`, or has met its `own` other delivery. `late`: whether the lock was handed over in vain.
     """
 
     kind: str
@@ -55,7 +54,7 @@ class Message(NamedTuple):
     late: bool = False
 
 
-SWEEP, VISITOR = Message("sweep", ""), Message("visitor", "")
+SWEEP = Message("sweep", "")
 
 
 class Process(NamedTuple):
@@ -94,7 +93,6 @@ class Scene(NamedTuple):
     lapses: int
     revokes: int
     seconds: int
-    visits: int
 
 
 Step = tuple[Event, Scene]
@@ -131,7 +129,6 @@ class Waiters:
     lapses: int = 0  # how often the lease of a living holder may end
     revokes: int = 0  # woken calls that may be revoked (or expire, or end with another's result)
     seconds: int = 0  # how often a message may be delivered again while its first delivery runs
-    visits: int = 0  # how often anybody else may let the line go on
     early_seconds: bool = False  # that may be while the first is being parked
     lock: Lock = field(default_factory=Lock)  # a mutant replaces its verbs
 
@@ -261,7 +258,7 @@ class Waiters:
         """Everything that may happen next."""
         yield from self._deadlines(scene)
         yield from self._other_times(scene)
-        busy = [p for p in scene.processes if p.message not in (SWEEP, VISITOR) and p.at != "hears"]
+        busy = [p for p in scene.processes if p.message != SWEEP and p.at != "hears"]
         for message in sorted(set(scene.broker)):
             rest = _without(scene.broker, message)
             if message.kind == "courier":
@@ -278,14 +275,13 @@ class Waiters:
                 yield from getattr(self, f"_{process.at}")(rest, process)
             if scene.crashes:
                 yield from self._killed(rest._replace(crashes=scene.crashes - 1), process)
-            if scene.seconds and process.message.task in self.late and process.at in self.delivers_again:
+            is_late = process.message != SWEEP and process.message.task in self.late
+            if scene.seconds and is_late and process.at in self.delivers_again:
                 again = process.message._replace(again="redelivered")
                 second = _sent(scene._replace(seconds=scene.seconds - 1), again)
                 yield _event(again, "is delivered again"), second
         if self.sweeps and scene.is_due and self.may_sweep(scene):
             yield from self._goes_on(scene, Process("", SWEEP))
-        if scene.visits:
-            yield from self._goes_on(scene._replace(visits=scene.visits - 1), Process("", VISITOR))
         if scene.wipes and scene.store != Store():
             lost = scene._replace(store=Store(), is_due=False, wipes=scene.wipes - 1)
             yield Event(None, "data is lost"), lost
@@ -357,13 +353,11 @@ class Waiters:
     def _taken(self, scene: Scene, message: Message) -> Iterator[Step]:
         if message.task == self.absent and message.copy != ORIGINAL:
             yield _event(message, "is thrown away"), scene
-        elif message.kind == "call":
-            if scene.revokes and message.copy != ORIGINAL:
-                revoked = scene._replace(revokes=scene.revokes - 1)
-                yield _event(message, "is revoked"), _with(revoked, Process("quits", message))
-            yield from self._acquires(scene, Process("", message))
-        elif not _rests(scene.store, 0 if message.copy == ORIGINAL else int(message.copy)):
-            yield _event(message, "comes"), _with(scene, Process("goes_on", message))
+            return
+        if scene.revokes and message.copy != ORIGINAL:
+            revoked = scene._replace(revokes=scene.revokes - 1)
+            yield _event(message, "is revoked"), _with(revoked, Process("quits", message))
+        yield from self._acquires(scene, Process("", message))
 
     def _acquires(self, scene: Scene, process: Process, linger: int = 0) -> Iterator[Step]:
         """A call asks for the lock."""
@@ -525,10 +519,6 @@ class Waiters:
             then = self.met_its_pace
         elif reply[0] == "handed" or (self.is_free(scene.store, limit) and reply[4] == "1"):
             then = self.its_turn
-        elif self.is_free(scene.store, limit):
-            then = "goes_on"
-        elif all(_rests(scene.store, number) for number in range(limit)):
-            then = self.met_a_rest
         after = self.noted_after(after)
         if self.couriers and self.sends_courier_later(message) and not self.has_courier(message):
             then, after = "", _with(self._owed(after, message), Process("meets", message, then=then))
@@ -536,21 +526,16 @@ class Waiters:
 
     its_turn = "comes_in"  # a call that has parked, and is the first at a free lock or its heir, acquires it
     met_its_pace = ""  # the first start that may be is a sweep's
-    met_a_rest = "nudges"  # since the release before the rest nobody is there to wake it
 
     def _parks_paced(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield from self._parks(scene, process)
-
-    def _nudges(self, scene: Scene, process: Process) -> Iterator[Step]:
-        nudge = Message("nudge", process.message.task)
-        yield _event(process.message, "has the line looked at after the rest"), _sent(scene, nudge)
 
     def call_of(self, message: Message) -> str:
         """What a call is woken with: which attempt it is, and whether it has been delivered twice."""
         return f"{message.attempt}!" if message.again else str(message.attempt)
 
     def is_free(self, store: Store, limit: int) -> bool:
-        """Whether a call that has parked is to let the line go on itself."""
+        """Whether a call that has parked may have its turn by now."""
         return any(_is_free(at(store, number)) for number in range(limit))
 
     def _parked(self, scene: Scene, message: Message, copy: str, call: str) -> Answered:
@@ -576,34 +561,30 @@ class Waiters:
         after, reply = self._left(scene, process.message, "c")
         yield _event(process.message, "leaves the line", "", reply), after
 
-    def _served(self, scene: Scene, process: Process, what: str, away: str = "") -> Iterator[Any]:
+    def _served(self, scene: Scene, process: Process, what: str) -> Iterator[Any]:
         """What comes of serving the line: event, scene and answer."""
-        about = {"token": "s", "hand_over": LEASE, "remember": REMEMBER_MS, "lease": LEASE, "away": away}
+        about = {"token": "s", "hand_over": LEASE, "remember": REMEMBER_MS, "lease": LEASE}
         about |= self.told(scene.store, process.message.task, limit=self.pace > 0)
         for dead in self._proofs(scene):
             after, reply = _answered(scene, self.serve, **about, dead=dead)
             yield _event(process.message, what, "s", reply), after, reply
 
-    def _goes_on(self, scene: Scene, process: Process, away: str = "") -> Iterator[Step]:
-        again = "passes_on" if away else "goes_on"
-        for event, after, reply in self._served(scene, process, "lets the line go on", away):
-            then = again if self.serves_again(reply) else ""
+    def _goes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
+        for event, after, reply in self._served(scene, process, "lets the line go on"):
+            then = "goes_on" if self.serves_again(reply) else ""
             if reply[5]:
                 waking = process._replace(at="wakes", heir=reply[4], call=reply[5], then=then)
                 after = _with(after, self._known_late(after, waking))
             elif then:
                 after = _with(after, process._replace(at=then))
-            elif process.message == SWEEP and reply[0] == "empty" and reply[6] == "0":
+            elif reply[0] == "empty" and reply[6] == "0":
                 after = _with(after, Process("settles", SWEEP))
-            if after != scene or process.message != SWEEP or process.at:
+            if after != scene or process.at:
                 yield event, after
 
     def serves_again(self, reply: tuple[Any, ...]) -> bool:
         """Whether whoever has served a line does it again: somebody waits beside another free permit."""
         return bool(reply[6] == str(START))
-
-    def _passes_on(self, scene: Scene, process: Process) -> Iterator[Step]:
-        yield from self._goes_on(scene, process, away=process.message.task)
 
     def _settles(self, scene: Scene, process: Process) -> Iterator[Step]:
         """A worker that found nobody waiting forgets the line, unless a call has noted it meanwhile."""
@@ -635,36 +616,19 @@ class Waiters:
         about: dict[str, Any] = {"token": process.token, "rest_until": rest_until}
         about["hand_over"] = LEASE if self.may_hand_over(process) else ""
         about |= {"permit": process.permit} if process.permit else {}
+        about |= self.told(scene.store, process.message.task, limit=True) if self.pace else {}
         after, reply = _answered(scene, self.release, **about, remember=REMEMBER_MS, line=True)
-        heir, call = reply[3:5]
+        heir, call, look = reply[3:6]
+        after = _noted(after) if look else after
         if heir and call:
-            call = "nudge" if reply[0] == "resting" else call
-            permit = process.permit if reply[0] == "resting" else 0
-            after = _with(after, process._replace(at="wakes", token="", heir=heir, call=call, permit=permit))
-        elif self.pace and not reply[5]:  # there may be a line, which it has not served
-            after = _with(after, process._replace(at=f"others_{process.then}", token="", permit=0, then=""))
+            after = _with(after, process._replace(at="wakes", token="", heir=heir, call=call, permit=0))
         else:
             after = self._finished(after, process)
         yield _event(process.message, "releases", "", reply), after
 
     def may_hand_over(self, process: Process) -> bool:
         """Whether a permit goes to the next in line: not one beyond the limit, which was lowered."""
-        return process.permit < self.limit_of(process.message.task) and not self.pace
-
-    def _others_ends(self, scene: Scene, process: Process) -> Iterator[Step]:
-        """Who has released a lock whose starts are paced lets its line go on, and has it looked at."""
-        for event, after, reply in self._served(scene, process, "lets the line go on"):
-            then = process.at if self.serves_again(reply) else process.at.partition("_")[2]
-            waking = process._replace(then=then)
-            after = _noted(after) if after.store.line.places else after
-            if reply[5]:
-                waking = waking._replace(at="wakes", heir=reply[4], call=reply[5])
-                yield event, _with(after, self._known_late(after, waking))
-            else:
-                yield event, self._finished(after, waking)
-
-    _others_stores = _others_ends
-    _others_ = _others_ends
+        return process.permit < self.limit_of(process.message.task)
 
     _frees = _releases  # a parent gives back what its dead child held
 
@@ -674,10 +638,7 @@ class Waiters:
         yield _event(process.message, what), self._finished(woken, process)
 
     def with_wake(self, scene: Scene, process: Process) -> Scene:
-        """A wake-up is sent, or, if the lock rests, somebody who will see to it then."""
-        if process.call == "nudge":
-            copy = str(process.permit) if process.permit else ORIGINAL
-            return _sent(scene, Message("nudge", process.heir, copy=copy))
+        """A wake-up is sent."""
         call = process.call.rstrip(LATE)
         attempt, again = int(call.rstrip("!")), "own" if call.endswith("!") else ""
         copy = _new_copy(scene, process.heir)
@@ -706,33 +667,37 @@ class Waiters:
         after, reply = self._left(scene, message, message.copy)
         if reply[0] != "stale":
             after = self._fated(after, message, "ended")
-        if self.passes_on(reply):
-            after = _with(after, Process("passes_on", message))
-        yield _event(message, "leaves the line", "", reply), after
+        yield _event(message, "leaves the line", "", reply), self._passed_on(after, message, reply)
 
     def _hears(self, scene: Scene, process: Process) -> Iterator[Step]:
         """A worker's parent hears that an attempt has sent its retry, which may wait already."""
         message = process.message
         after, reply = self._left(scene, message, message.copy)
-        if self.passes_on(reply):
-            after = _with(after, Process("passes_on", message))
-        yield _event(message, "has retried itself, and leaves the line", "", reply), after
+        what = "has retried itself, and leaves the line"
+        yield _event(message, what, "", reply), self._passed_on(after, message, reply)
 
-    def passes_on(self, reply: tuple[Any, ...]) -> bool:
-        """Whether a call that has left the line is to hand a lock to the next one."""
-        return bool(reply[0] == "handed")
+    def _passed_on(self, scene: Scene, message: Message, reply: tuple[Any, ...]) -> Scene:
+        """Whoever is next is woken, or the line looked at, when a call has left for which a lock was kept."""
+        heir, call, look = reply[2:] if reply[0] == "left" else (None, None, "")
+        scene = _noted(scene) if look else scene
+        waking = Process("wakes", message, heir=heir or "", call=call or "")
+        return _with(scene, waking) if self.wakes_next(call) else scene
+
+    def wakes_next(self, call: str | None) -> bool:
+        """Whether somebody is to be woken when a call has left the line."""
+        return bool(call)
 
     def _left(self, scene: Scene, message: Message, copy: str) -> Answered:
         about = {"task": message.task, "attempt": message.attempt, "copy": copy}
-        about |= self.told(scene.store, message.task)
-        return _answered(scene, self.leave, **about, remember=BEGUN_MS)
+        about |= self.told(scene.store, message.task, limit=True)
+        return _answered(scene, self.leave, **about, remember=BEGUN_MS, hand_over=LEASE)
 
     def _killed(self, scene: Scene, process: Process) -> Iterator[Step]:
         """A worker dies: what it had not acknowledged is delivered again."""
         message = process.message
         event = _event(message, f"is killed ({process.at})")
         if message.kind != "call":
-            yield event, scene if message in (SWEEP, VISITOR) else _sent(scene, message)
+            yield event, scene if message == SWEEP else _sent(scene, message)
             return
         if message.task in self.late:
             if self._fate(scene, message) in ("running", "released"):
@@ -837,7 +802,7 @@ def one_permit_each(world: Waiters, before: Scene, event: Event, after: Scene) -
 def line_moves(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """No line stands beside a free permit, but while somebody is about to see to it."""
     busy = any(process.at != "inside" for process in after.processes)
-    comes = any(message.kind == "nudge" or _is_woken(message) for message in after.broker)
+    comes = any(map(_is_woken, after.broker))
     if busy or comes or not waiting(after.store):
         return True
     limit = min(highest_in(after.store)[1], *[world.limit_of(task) for task in world.tasks])
@@ -856,6 +821,8 @@ def in_order(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
         return not line or line[0] == task or is_heir or woken
     if event.what.endswith(" releases") and event.reply[3]:
         return bool(event.reply[3] == _first_of(store, line))
+    if event.what.endswith("leaves the line") and any(event.reply[2:3]):
+        return bool(event.reply[2] == _first_of(store, [other for other in line if other != task]))
     if event.token == "s" and event.reply[4]:
         known = [(until, task, waiter(store, task)) for until, task in store.line.places]
         back = [(who.since, task) for until, task, who in known if until == AWAY + OVER and who]
@@ -874,8 +841,7 @@ def serves_all(world: Waiters, before: Scene, event: Event, after: Scene) -> boo
     """Who lets a line go on does so until nobody waits beside a free permit."""
     if not event.what.endswith("lets the line go on") or not waiting(after.store):
         return True
-    again = {"goes_on", "passes_on", "others_ends", "others_stores", "others_"}
-    goes_on = any({process.at, process.then} & again for process in after.processes)
+    goes_on = any("goes_on" in (process.at, process.then) for process in after.processes)
     limit = highest_in(after.store)[1]
     is_free = any(_is_free(at(after.store, number)) for number in range(limit))
     return goes_on or not is_free or _is_paced(world, after.store, "")
@@ -945,11 +911,10 @@ def beyond_drains(world: Waiters, before: Scene, event: Event, after: Scene) -> 
     if what == "starts":
         (process,) = [p for p in after.processes if p.token == event.token]
         return process.permit < world.limit_of(task) or task in _heirs(at(before.store, process.permit), 1)
-    for number in range(
-        world.limit_of(task) if what == "releases" else highest_in(before.store)[1], world.most
-    ):
+    gives_back = what.endswith(("releases", "leaves the line"))
+    for number in range(world.limit_of(task) if gives_back else highest_in(before.store)[1], world.most):
         old, new = at(before.store, number), at(after.store, number)
-        if (what == "releases" or event.token == "s") and _heirs(new, 1) - _heirs(old, 1):
+        if (gives_back or event.token == "s") and _heirs(new, 1) - _heirs(old, 1):
             return False
     return True
 
@@ -971,7 +936,7 @@ def one_wake_up(world: Waiters, before: Scene, event: Event, after: Scene) -> bo
         (m.task, m.attempt) for m in after.broker if m.kind == "call" and m.copy != ORIGINAL and not m.late
     ]
     for process in after.processes:
-        if process.heir and process.call != "nudge" and not process.call.endswith(LATE):
+        if process.heir and not process.call.endswith(LATE):
             woken.append((process.heir, int(process.call.rstrip("!"))))
     return len(set(woken)) == len(woken)
 
@@ -980,8 +945,7 @@ def passed_over_in_vain(world: Waiters, before: Scene, event: Event, after: Scen
     """Who is passed over was woken before, or is about to be, or to ask."""
     on_their_way = {m.task for m in after.broker if m.kind == "call" and m.copy != ORIGINAL}
     on_their_way |= {process.heir for process in after.processes}
-    parents = ("hears", "passes_on")  # of an attempt that has ended
-    on_their_way |= {process.message.task for process in after.processes if process.at not in parents}
+    on_their_way |= {process.message.task for process in after.processes if process.at != "hears"}
     return _away(after.store) - _away(before.store) <= on_their_way
 
 
@@ -1042,7 +1006,7 @@ def _too_late(scene: Scene, tasks: set[str]) -> Scene:
 
 def _late(call: str) -> str:
     """What a call is woken with, if that comes too late for its hand-over."""
-    return call if call == "nudge" or call.endswith(LATE) else call + LATE
+    return call if call.endswith(LATE) else call + LATE
 
 
 def _noted(scene: Scene) -> Scene:
@@ -1054,12 +1018,6 @@ def _noted(scene: Scene) -> Scene:
 def _is_free(store: Store) -> bool:
     record = store.record
     return store.value is None or (isinstance(record, Record) and record.deadline <= START)
-
-
-def _rests(store: Store, number: int) -> bool:
-    store = at(store, number)
-    record = store.record
-    return not _is_free(store) and isinstance(record, Record) and record.state == "resting"
 
 
 def _canonical(store: Store, forgets: bool) -> Store:

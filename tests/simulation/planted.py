@@ -18,6 +18,7 @@ from celery_setnx import request
 from celery_setnx.call import ended, fanout, guard, wake
 from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
+from celery_setnx.lock.line import Noted
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
 from celery_setnx.run import attempt, courier, decide, ends, give_back, join, looks, park, run, sweep
@@ -58,10 +59,10 @@ def loss_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release that is asked twice, of a lock that Redis has lost meanwhile, raises a TypeError."""
     parsed = verbs._ended
 
-    def raising(reply: Any, rest_until_us: int) -> verbs.EndReply:
-        if len(reply) > 4 and not reply[3]:
+    def raising(reply: Any) -> verbs.EndReply:
+        if reply[0] == "lost":
             int(reply[4])
-        return parsed(reply, rest_until_us)
+        return parsed(reply)
 
     monkeypatch.setattr(verbs, "_ended", raising)
 
@@ -73,7 +74,7 @@ def no_wakeup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def line_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call parks, and no sweep is told."""
-    monkeypatch.setattr(park, "look_within", lambda *_args: "epoch")
+    monkeypatch.setattr(park, "look_within", lambda *_args, **_more: Noted("epoch"))
 
 
 def sweep_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +221,8 @@ def early_sweeps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """All sweeps of a worker count as early: none looks after the couriers that it holds."""
     sweeping = sweep.Sweep.sweep
 
-    def early(of: sweep.Sweep, app: Any, *, is_early: bool = False, only_paced: bool = False) -> Any:
-        return sweeping(of, app, is_early=True, only_paced=only_paced)
+    def early(of: sweep.Sweep, app: Any, *, is_early: bool = False, **details: Any) -> Any:
+        return sweeping(of, app, is_early=True, **details)
 
     monkeypatch.setattr(sweep.Sweep, "sweep", early)
 
@@ -274,7 +275,7 @@ def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def paced_line_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """A paced line whose service nobody has heard of is looked at half a minute later."""
-    monkeypatch.setattr(sweep, "_PACED_AGAIN_S", 30.0)
+    monkeypatch.setattr(sweep, "_TIMED_AGAIN_S", 30.0)
 
 
 def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,14 +305,14 @@ def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dead_are_not_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """The starts of a pace are looked at when a call returns, and not when its process has died."""
-    look_soon = request.look_soon
+    look_in = request.look_in
 
     def looking(*args: Any) -> None:
         thread = calls._playing.world.current
         if thread is None or thread.name != "ends":
-            look_soon(*args)
+            look_in(*args)
 
-    monkeypatch.setattr(request, "look_soon", looking)
+    monkeypatch.setattr(request, "look_in", looking)
 
 
 def put_back_unseen(monkeypatch: pytest.MonkeyPatch) -> None:

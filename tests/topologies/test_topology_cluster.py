@@ -78,7 +78,7 @@ def test_pace_is_kept_on_the_cluster(client):
 def test_lines_of_many_tasks_are_swept_on_the_cluster(client, cluster):
     """One script for each of 16 slots, on all nodes; each line is claimed once, and settled where it is."""
     tasks, lines = [f"task{number}" for number in range(100)], "t:lines:0"
-    epochs = {task: note_due(client, lines, task, f"t:{{{task}}}", within=0.0) for task in tasks}
+    epochs = {task: note_due(client, lines, task, f"t:{{{task}}}", within=0.0).epoch for task in tasks}
     assert len(set(epochs.values())) == 16
     assert all(list(node.client().scan_iter(f"{lines}:*")) for node in cluster.nodes)
     claimed = claim(client, lines, tasks, tasks[:50])

@@ -35,17 +35,15 @@ if not STARTS and not (LINE and redis.call('EXISTS', LINE, MARK, TICKET, PERMITS
   end
 end
 -- use: permits line ticket pace start claim
-local mark, known, waiters, ticket = false, false, 0, {vain = '0'}
-local line = LINE and line_of(LINE, CALLS)
+local mark, known, waiters, ticket, line = false, false, 0, {vain = '0'}, LINE and line_of(LINE, CALLS)
 if not only then
-  local found = redis.call('MGET', MARK, TICKET, PERMITS)
-  mark, known, waiters = found[1], found[3], count_waiting(LINE)
-  ticket = read_ticket(found[2], attempt, copy, copy == '-' and remember == '0')
+  mark, ticket, known = unpack(redis.call('MGET', MARK, TICKET, PERMITS))
+  ticket, waiters = read_ticket(ticket, attempt, copy, copy == '-' and remember == '0'), count_waiting(LINE)
   if more(known, 9) then return more(known, 9) end
 end
 if ticket.is_stale then return {'stale', 0, 0, now, false, false, mark, int(waiters)} end
-local first = waiters > 0 and line.first()
-local call = caller(token, ticket.waits and copy ~= '-', first, shared and not ticket.waits and CALLS)
+local first, others = waiters > 0 and line.next(true), shared and not ticket.waits and CALLS
+local call = caller(token, ticket.waits and copy ~= '-', first, others)
 local all, limit, pace = only and {only} or permits(9), limit_of(terms), STARTS and pace_of(STARTS, terms)
 local p, word, start, seen = claim(call, all, limit, pace, dead, second)
 if foreign_record(p) then return foreign_record(p) end
@@ -57,8 +55,7 @@ local function answer(till, fence)
   local reply = {word, till, tonumber(fence or p.fence or 0), now, value, record, mark, int(waiters)}
   if #all == 1 then return reply end
   local longest, spare = seen.longest or {number = 0}, seen.spare - (p.till == 0 and is_within(p, limit) and 1 or 0)
-  local others = seen.handed - (p.heir and p.is_live and 1 or 0)
-  if pace and spare > 0 and pace.till(others, AHEAD) > 0 then spare = 0 end
+  if pace and spare > 0 and pace.till(seen.handed - (p.heir and p.is_live and 1 or 0), AHEAD) > 0 then spare = 0 end
   reply[9], reply[10] = p.number, spare
   reply[11], reply[12], reply[13] = longest.value or false, record_of(longest), longest.number
   return reply
@@ -70,11 +67,8 @@ elseif word == 'paced' then
   value, record = put_off(p, start, line, retention)
   return answer(start)
 end
-if word == 'again' then return answer(p.deadline) end
-if word == 'line' then
-  value, record = false, table.concat({'', '0', '0', 'handed', now_text(), first}, '\n')
-  return answer(0)
-end
+if word == 'line' then value, record = false, '\n0\n0\nhanded\n' .. now_text() .. '\n' .. first end
+if word == 'again' or word == 'line' then return answer(p.deadline) end
 local fence, failed = grant(p, token, lease, retention, info, word == 'resumed')
 failed = failed or pace and note_start(pace, p, fence)
 if failed then return failed end

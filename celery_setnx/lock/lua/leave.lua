@@ -1,24 +1,47 @@
--- Leave the line: the task was revoked, has expired, or need not run. No other message of it starts it any more.
+-- Leave the line: the task was revoked, has expired, or need not run. No other message of it starts it any more. A
+-- permit that is kept for it goes to the first in line, as with a release.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket, 6 permits, 7... the other permits' locks and records
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket, 6 permits, 7 starts, 8... the other permits' locks and records
 -- ARGV  1 task id, 2 attempt, 3 copy (the message that leaves), 4 remember (ms), 5 shared (as acquire.lua)
--- Returns {word}
---       left | handed (the lock is kept for it: serve.lua passes it on) | more
+--       6 token (of this task, attempt and copy: the lock's while it is kept for another), 7 hand over (as release.lua)
+--       8 terms (as acquire.lua; '0' = not known)
+--       9 lease (us): it stays, and is passed over for that (see line.lua); '' = it leaves
+-- Returns {word, now us, heir, call, look}: the last three as release.lua
+--       left (also before) | more
 --       stale (another message has started this attempt: nothing is changed)
 
--- use: lock permits ticket
+-- use: lock store permits ticket line pace hand
 local task, attempt, copy, remember = ARGV[1], tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4])
-local LINE, CALLS, TICKET, PERMITS = unpack(KEYS, 3, 6)
+local token, hand_over, lease = ARGV[6], tonumber(ARGV[7]), tonumber(ARGV[9] or nil)
+local LINE, CALLS, TICKET, PERMITS, STARTS = unpack(KEYS, 3, 7)
 local known = redis.call('GET', PERMITS)
-if more(known, 7) then return more(known, 7) end
-local ticket = read_ticket(redis.call('GET', TICKET), attempt, copy)
-if ticket.is_stale then return {'stale'} end
-local is_its = ARGV[5] ~= '1' or ticket.waits or not is_known(CALLS, task)
-local vain = is_its and string.match(redis.call('HGET', CALLS, task) or '', '^%d+') or ticket.vain
-redis.call('ZREM', LINE, is_its and task or '') -- a full server allows this, and SET behind it
-redis.call('HDEL', CALLS, is_its and task or '')
-write_ticket(TICKET, attempt, copy, vain, 'PX', remember)
-for _, p in ipairs(permits(7)) do
-  if is_its and p.heir == task and redis.call('EXISTS', p.lock) == 1 then return {'handed'} end
+if more(known, 8) then return more(known, 8) end
+local ticket, line = read_ticket(redis.call('GET', TICKET), attempt, copy), line_of(LINE, CALLS)
+if ticket.is_stale then return {'stale', now_text()} end
+local is_its, all, its = ARGV[5] ~= '1' or ticket.waits or not is_known(CALLS, task), permits(8), nil
+for _, p in ipairs(all) do
+  local is_kept = p.heir == task and p.value and (p.is_ours or p.till == 0)
+  if is_its and is_kept or p.token == token and p.heir and p.is_live then its = its or p end
 end
-return {'left'}
+if not lease then
+  local vain = line.leave(is_its and task or '') or ticket.vain -- a full server allows this, and SET behind it
+  write_ticket(TICKET, attempt, copy, vain, 'PX', remember)
+end
+local heir, look = its and its.token == token and its.heir, ''
+if its and not heir then
+  line.put_back(task, 'in vain', lease) -- one that stays
+  local terms = (ARGV[8] or '0') ~= '0' and ARGV[8] or terms_in(known)
+  local pace, start = pace_of(STARTS, terms), 0
+  if pace then start = pace.till(count_handed(all) - (its.is_live and 1 or 0), AHEAD) end
+  if start > 0 then
+    pace.keep()
+    look = int(start)
+  elseif is_within(its, limit_of(terms)) then
+    local deadline, are_more
+    heir, deadline, are_more = hand_on(its, line, token, hand_over, 60000)
+    if heir then keep_for(PERMITS, math.ceil((deadline - now) / 1000) + 60000) end
+    look = are_more and now_text() or ''
+  end
+  if not heir then store(its, 'released', 0, 60000) end
+end
+return {'left', now_text(), heir or false, heir and line.call_of(heir) or false, look}

@@ -13,29 +13,21 @@ local function count_waiting(places)
 end
 
 local function line_of(places, calls)
-  local line = {}
+  local line = {places = places}
   -- What wakes a task; false if it asks again by itself, or its wake-up is on its way.
   function line.call_of(task)
     return string.match(redis.call('HGET', calls, task) or '', '^%d+|%d+|(.*)$') or false
   end
 
-  -- The first, and for how long (us) it still asks by itself, if it does; and those before it that ask no more. Behind
-  -- ten of them it is not looked for: then it is ''.
-  function line.first()
-    local gone = {}
-    for _, task in ipairs(redis.pcall('ZRANGEBYSCORE', places, '-inf', WAITING, 'LIMIT', 0, 10)) do
+  -- The first, and for how long (us) it still asks by itself. Those that ask no more leave, unless the caller `looks`.
+  function line.next(looks)
+    local tasks = redis.pcall('ZRANGEBYSCORE', places, '-inf', WAITING, 'LIMIT', 0, 10)
+    for _, task in ipairs(tasks) do
       local till = tonumber(string.match(redis.call('HGET', calls, task) or '', '^@(%d+)$') or nil)
-      if not till or now < till then return task, till and till - now + 50000, gone end
-      gone[#gone + 1] = task
+      if not till or now < till then return task, till and till - now + 50000 end
+      if not looks then line.leave(task) end
     end
-    return #gone == 10 and '', nil, gone
-  end
-
-  -- The same, once those that ask no more have left; or whether to ask again.
-  function line.next()
-    local task, asks_for, gone = line.first()
-    for _, each in ipairs(gone) do line.leave(each) end
-    return task ~= '' and task, asks_for, task == ''
+    return #tasks == 10 and '' -- there may be one behind them
   end
 
   -- Returns how often the task was woken in vain, if that is known.

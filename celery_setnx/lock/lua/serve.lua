@@ -11,7 +11,7 @@
 --       asks again by itself, or its wake-up is on its way. When to look again; 0 = not known
 --       handed (also by this token before) | taken_over (handed, as its holder has died) | held | empty (nobody) | more
 
--- use: lock store grant permits line pace
+-- use: lock store grant permits line pace hand
 local token, hand_over, remember, lease = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local dead, absent, unsent = ARGV[5], ARGV[6], (ARGV[7] or '') ~= ''
 local LINE, CALLS, PERMITS, STARTS = unpack(KEYS, 3, 6)
@@ -57,16 +57,14 @@ end
 if p.kind == 'held' then return answer('held', false, p.till < NEVER and p.till or 0) end
 if p.kind == 'asked' and p.token == token then return answer('handed', p.heir, p.deadline) end
 if p.heir then line.put_back(p.heir, unsent and 'unsent' or 'in vain', lease) end
-local heir, asks_for, are_more
-if not unsent and is_within(p, limit) and start == 0 then heir, asks_for, are_more = line.next() end
+local heir, deadline, are_more
+if not unsent and is_within(p, limit) and start == 0 then
+  heir, deadline, are_more = hand_on(p, line, token, hand_over, remember)
+end
 if heir then
-  local deadline = now + (asks_for or hand_over)
-  redis.call('ZREM', LINE, heir)
   if terms ~= terms_in(known) then -- they have changed, and no call has come since
     note_permits(PERMITS, known, seen.top, terms, math.ceil((deadline - now) / 1000) + remember)
   end
-  p.token, p.since, p.info = token, now_text(), heir
-  store(p, 'handed', deadline, remember)
   return answer(died and 'taken_over' or 'handed', heir, deadline)
 end
 if p.heir then store(p, 'released', 0, remember) end
