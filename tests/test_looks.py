@@ -214,6 +214,7 @@ def test_look_asks_no_result_backend_and_the_sweep_does(bills, monkeypatch):
     for _ in range(3):
         assert bills.look().lines == 1
     assert (asked, bills.woken) == ([], [None] * 3)
+    assert not bills.step._roused.is_set()
     assert bills.step._turn(bills.app)
     assert (asked, bills.woken) == (["retried"], [None] * 3 + ["id-1"])
     bills.step._wait_s = 0.0
@@ -239,6 +240,7 @@ def test_receivers_of_a_take_over_run_in_no_look(bills, monkeypatch):
         age(bills.locks, bills.key, 61)
         bills.look()
         assert told == []
+        assert bills.step._roused.is_set()  # the sweep waits no longer
         bills.step._turn(bills.app)
     finally:
         lock_taken_over.disconnect(hears)

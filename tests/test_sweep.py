@@ -241,9 +241,9 @@ def test_lost_data_is_noticed_and_calls_of_couriers_here_are_put_back(app, locks
 
 def test_outage_of_the_lock_server_is_said_once(app, swept, monkeypatch, caplog):
     """And not every two seconds."""
-    rounds = iter([False, False, False, True])
+    rounds = iter([int, int, int, swept._stopped.set])
     monkeypatch.setattr(sweep, "SWEEP_S", 0.0)
-    monkeypatch.setattr(swept._stopped, "wait", lambda _seconds: next(rounds))
+    monkeypatch.setattr(swept._roused, "wait", lambda _seconds: next(rounds)())
     swept._client = client_for(app_without_server())
     while swept._turn(app):
         pass
@@ -286,16 +286,17 @@ def test_couriers_are_looked_after_though_lines_are_always_due(app, swept, monke
     """The line of a paced task may be due every moment: what else there is to do is done as ever."""
     now, usual_at = [0.0], []
 
-    def wait(seconds: float) -> bool:
+    def wait(seconds: float) -> None:
         now[0] += seconds
-        return now[0] > 20
+        if now[0] > 20:
+            swept._stopped.set()
 
     def one_line(_app: Celery, *, is_early: bool = False, **_more: Any) -> Swept:
         usual_at.extend([] if is_early else [now[0]])
         return Swept(lines=1, next_s=0.05)
 
     monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(swept._stopped, "wait", wait)
+    monkeypatch.setattr(swept._roused, "wait", wait)
     monkeypatch.setattr(swept, "sweep", one_line)
     while swept._turn(app):
         pass
@@ -323,7 +324,7 @@ def test_odd_id_among_the_revoked_stops_no_line(app, locks, swept, monkeypatch, 
 def test_sweep_goes_where_the_settings_say_though_they_have_come_late(app, swept, monkeypatch):
     """It has a client of its own, and reads the lines by the prefix of now."""
     before = swept._client
-    monkeypatch.setattr(swept._stopped, "wait", lambda _seconds: False)
+    monkeypatch.setattr(swept._roused, "wait", lambda _seconds: False)
     assert swept._turn(app)
     assert swept._client is before
     app.conf.setnx_url = app.conf.setnx_url.replace("/1", "/2")

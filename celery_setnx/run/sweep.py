@@ -99,7 +99,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def __init__(self, worker: Any, **options: Any) -> None:
         super().__init__(worker, **options)
-        self._stopped = threading.Event()
+        self._stopped, self._roused = threading.Event(), threading.Event()
         self._client: redis.Redis
         self._state: list[Any] = []  # of the settings that it is made from
         self._thread: Lasting | None = None
@@ -159,6 +159,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     def stop(self, _worker: Any) -> None:
         """Sweep no more."""
         self._stopped.set()
+        self._roused.set()
         self._looks.stop()
         give_up = time.monotonic() + _TIMEOUT_S
         threads = (self._looks, self._thread)  # one may be about to send a call to which it has handed a lock
@@ -173,7 +174,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if not self._has_declared:
             self._has_declared = True
             _declare_queues(app)
-        if between_forks.wait(self._stopped, self._wait_s):
+        between_forks.wait(self._roused, self._wait_s)
+        self._roused.clear()
+        if self._stopped.is_set():
             return False
         self._do_what_looks_left()
         began, has_more = time.monotonic(), False
@@ -207,7 +210,10 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
 
         When a delivery has ended, it may have noted what is due soon.
         """
-        return self.sweep(app, is_early=True, has_ended=has_ended, later=self._left_by_looks)
+        swept = self.sweep(app, is_early=True, has_ended=has_ended, later=self._left_by_looks)
+        if any(task_id for _key, task_id in list(self._left_by_looks)):  # a call is to be woken
+            self._roused.set()
+        return swept
 
     def _do_what_looks_left(self) -> None:
         """Ask the result backends, and tell of the take-overs, for which no look waits."""

@@ -256,7 +256,7 @@ def _tells_release(call: Call, word: str, reply: list[Any], after: Store) -> boo
     if len(reply) < 4 or word == "resting":
         return heir is None or word == "resting" or call.name == "hold" or not call.told[4]
     if len(call.keys) < 4:
-        return reply[3:] == [None, None]
+        return reply[3:5] == [None, None]
     call_of = dict(call.store.calls.fields).get(heir or "", "")
     wakes = call_of.split("|", 2)[2] if call_of[:1].isdigit() and "+" not in call_of.split("|")[0] else None
     if wakes is None and call_of:
