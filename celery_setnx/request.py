@@ -34,7 +34,7 @@ from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Failure
-from celery_setnx.lock.record import ENDED, ORIGINAL, task_token
+from celery_setnx.lock.record import ENDED, task_token
 from celery_setnx.log import Log, fields
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
@@ -255,7 +255,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         If it is the first, the call leaves the line: before Celery says that it is revoked, because that
         would also be said of a call which has run long ago.
         """
-        if self.call.copy == ORIGINAL or self._guard is None:
+        if self._guard is None or not self.call.is_woken:
             return False
         if self.id not in revoked_tasks and not self._is_expired():
             return False
@@ -270,7 +270,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         if self._guard is None:
             return
         call, may_wait = self.call, self._guard.options_of(self.call.options).may_wait
-        if has_died and call.copy == ORIGINAL and not call.redelivered:  # it may have been sent again
+        if has_died and not (call.is_woken or call.again):  # it may have been sent again
             call = call._replace(copy=ENDED)
         ends_of_process().forget(self.app, call, may_wait=may_wait, is_sent_again=is_sent_again)
 
@@ -385,7 +385,7 @@ def _let_go(request: Any, **_details: Any) -> None:
     if HEADER not in request.request_dict or is_guarded:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
-    if call.key and (call.copy != ORIGINAL or call.redelivered):  # another message may have started it
+    if call.key and (call.is_woken or call.again):  # another message may have started it
         logger.warning(
             "%s waits no more: its task is not guarded here. It runs without a lock.",
             call,

@@ -116,7 +116,7 @@ def test_thread_that_cannot_start_is_started_later(monkeypatch, marked, caplog):
 def test_call_that_never_waits_leaves_no_ticket(locks, marked):
     """A redelivered one that fails has no place to leave; one that may wait has."""
     app, calls, marks_left = marked
-    ends, first, second = Ends(), *(call._replace(redelivered=True) for call in calls[:2])
+    ends, first, second = Ends(), *(call._replace(again=True) for call in calls[:2])
     ends.forget(app, first)
     ends.forget(app, second, may_wait=True)
     wait_until(lambda: marks_left() == MANY - 2, "both are freed")

@@ -23,19 +23,18 @@ from celery_setnx.call.arrived import let_go
 from celery_setnx.call.back import EVENTS, NONCE, Dropped, come_back, counts_once, tells_redelivery
 from celery_setnx.call.ended import free_ended, stored_end
 from celery_setnx.call.guard import Guard
-from celery_setnx.call.message import Call, RunningCall, has_random_id, retries_of
+from celery_setnx.call.message import Call, RunningCall, retries_of
 from celery_setnx.call.wake import let_others_start, look_within, report_take_over
 from celery_setnx.connection import client_for, new_client
 from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
-from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.receipt import has_receipt
-from celery_setnx.lock.record import ORIGINAL, Holder, task_token
+from celery_setnx.lock.record import Holder, task_token
 from celery_setnx.lock.verbs import HAND_OVER_S
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import UNSET
@@ -43,6 +42,7 @@ from celery_setnx.run.conflict import Conflict, WaitInLine, backoff, is_own, pol
 from celery_setnx.run.decide import Ask, Facts, Policy, decide
 from celery_setnx.run.events import follow
 from celery_setnx.run.join import holders_end, joined_by, result_of
+from celery_setnx.run.linger import BEHIND, YOUNG_S, linger
 from celery_setnx.run.park import Parked, may_stand_in_line, park
 from celery_setnx.run.receipt import receipt_of
 from celery_setnx.run.started import store_started
@@ -57,14 +57,6 @@ _STARTED = "another message has started this call, or has failed"
 
 # What a message has of a call that another call, or what follows, waits for.
 _AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
-
-# A call that meets a lock as young as this, behind as few others, stands in line in its pool slot before it
-# is parked, as a mutex spins before it sleeps: between short bodies a message to and fro would take longer
-# than they do.
-_YOUNG_S = 0.02
-_LINGER_BEHIND = 3
-LINGER_S = 0.1
-_LINGER_POLL_S = 0.0005
 
 
 class Attempt:
@@ -169,7 +161,7 @@ class Attempt:
             reason,
             extra=fields("lost", call),
         )
-        if call.copy != ORIGINAL:
+        if call.is_woken:
             # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
             with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
                 leave(new_client(self.task.app), call.place(BEGUN_S), copy=call.copy)
@@ -182,7 +174,7 @@ class Attempt:
     @property
     def is_woken(self) -> bool:
         """Whether its turn has come once, so that other messages may start the call, too."""
-        return self.call.copy != ORIGINAL or self.has_parked
+        return self.call.is_woken or self.has_parked
 
     def waited_s(self) -> float:
         """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
@@ -194,14 +186,14 @@ class Attempt:
     def _known(self, *, is_awaited: bool) -> Facts:
         call, options, request, task = self.call, self.options, self.request, self.task
         self._policy = policy_of(options, request)
-        is_again = call.redelivered or (task.acks_late and not tells_redelivery(task.app))
-        has_waited = call.redelivered and call.waits and call.copy == ORIGINAL
+        is_again = call.again or (task.acks_late and not tells_redelivery(task.app))
+        has_waited = call.again and call.waits and not call.is_woken
         is_done_asked = call.unasked or call.marked is True  # where something waits for it, it runs
         return Facts(
             policy=_named(self._policy),
             again=bool(is_again and not request.is_eager),
-            has_begun=bool(call.redelivered or request.retries),
-            may_be_new=call.bare and not call.redelivered,
+            has_begun=bool(call.again or request.retries),
+            may_be_new=call.bare and not call.again,
             is_eager=bool(request.is_eager),
             joins=options.on_conflict == "join" and call.join is not None,
             asks_queued=bool(
@@ -235,26 +227,26 @@ class Attempt:
         return self.facts._replace(joined=self.joined_end is not UNSET)
 
     def _acquire(self) -> Facts:
-        outcome = self._linger()
+        outcome = self._ask_until_parked()
         facts = self.facts._replace(
-            policy=_named(self._policy), freed=None, ended=None, met=False, is_queued=None, place=None
+            policy=_named(self._policy), freed=None, ended=None, announced=False, is_queued=None, place=None
         )
         if outcome is None:
-            return facts._replace(told="unguarded")
+            return facts._replace(answer="unguarded")
         self.outcome, self.held = outcome, outcome.lock
         if outcome.stale:
-            return facts._replace(told="stale")
-        facts = facts._replace(may_have_ended=self._may_have_ended())
+            return facts._replace(answer="stale")
+        facts = facts._replace(may_have_ended=facts.again or self._may_have_twin())
         if self.held is not None:
             self.acquired_at = self.lock.clock()
             self.keeps_mark = facts.again and outcome.mark == self.call.task_id
             looks_again = facts.looks_again and outcome.taken_over_from is None
             return facts._replace(
-                told="acquired", joined=None, is_over=self._is_over(_LATE_S), looks_again=looks_again
+                answer="acquired", joined=None, is_over=self._is_over(_LATE_S), looks_again=looks_again
             )
         holder = cast("Holder", outcome.holder)
         return facts._replace(
-            told="held",
+            answer="held",
             is_paced=outcome.paced,
             is_same=holder.task_id == self.call.task_id,
             is_own=is_own(self.call, holder),
@@ -266,7 +258,7 @@ class Attempt:
     def _rename(self) -> Facts:
         """The call that had this task id has begun long ago: this is another, which has no ticket."""
         self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
-        return self.facts._replace(told=None, may_be_new=False, asks_queued=False)
+        return self.facts._replace(answer=None, may_be_new=False, asks_queued=False)
 
     def _free_held(self) -> Facts:
         others = self._others()
@@ -279,13 +271,13 @@ class Attempt:
         if stored is not None:
             is_counted_once = self.request.chord and counts_once(self.task.backend)
             self._stored, self._why_dropped = stored, "it has succeeded before"
-            return self.facts._replace(ended="stored" if is_counted_once else "told")
+            return self.facts._replace(ended="stored" if is_counted_once else "noted")
         receipt = receipt_of(self.guard, self.call) if self.facts.again else None
         # Before its end was reported, a chord has counted it.
         has_ended = receipt and self.patiently(partial(has_receipt, self.lock.client, receipt), False)
         if has_ended:
             self._why_dropped = "it has ended before"
-        return self.facts._replace(ended="told" if has_ended else "no")
+        return self.facts._replace(ended="noted" if has_ended else "no")
 
     def _mark(self) -> Facts:
         """Mark the key for a call that nobody has asked for, or find the queued call that it duplicates.
@@ -305,7 +297,7 @@ class Attempt:
             self.call = self.call._replace(marked=True)
         return self.facts._replace(is_queued=is_queued)
 
-    def _meet(self) -> Facts:
+    def _announce(self) -> Facts:
         """What it has met. A call that joins ends with that one's result, however it waits for it."""
         call, outcome, facts = self.call, self.outcome, self.facts
         if self.options.on_conflict == "join" and not facts.is_eager:
@@ -314,9 +306,10 @@ class Attempt:
         since = self.lingers_since or call.since or outcome.server_time
         queued_as = self._queued_as if facts.is_queued else None
         conflict = Conflict(self.task, call._replace(since=since), self.options, outcome, queued_as)
-        conflict.tell(policy=facts.told_policy)
+        conflict.tell(policy=facts.announced_policy)
         self.conflict = conflict
-        return facts._replace(met=True, joins=self.options.on_conflict == "join" and call.join is not None)
+        joins = self.options.on_conflict == "join" and call.join is not None
+        return facts._replace(announced=True, joins=joins)
 
     def _ask_line(self) -> Facts:
         self.conflict.check_base()
@@ -350,7 +343,7 @@ class Attempt:
             dead, told = outcome.taken_over_from, fields("taken_over", call)
             report_take_over(self.task.app, self, held.key, dead, outcome.server_time, told)
             self.send(lock_taken_over, fence=held.fence, holder=dead)
-        if call.copy != ORIGINAL:
+        if call.is_woken:
             text = "%s has its turn: it waited %.1f s for %s."
             logger.info(text, self, waited_s, held.key, extra=fields("woken", call))
             self.send(lock_woken, waited_s=waited_s)
@@ -361,7 +354,7 @@ class Attempt:
 
     def _run(self) -> Any:
         # The first start of what is delivered again has ended the mark; but another's was set since.
-        has_begun = self.call.redelivered and self.outcome.mark is None
+        has_begun = self.call.again and self.outcome.mark is None
         if self.call.marked is True and self.outcome.mark != self.call.task_id and not has_begun:
             self._report_lapse(self.outcome.mark)
         store_started(self.task, self.request)
@@ -441,6 +434,51 @@ class Attempt:
 
     # What they need.
 
+    def _ask_until_parked(self) -> Outcome | None:
+        """Ask for the lock, for some milliseconds if that may do; None if the body is to run without it."""
+        call, options = self.call, self.options
+        stands = self.facts.policy == "wait" and options.may_wait
+        stands = stands and not call.shares_id  # else its place in the line may be another call's
+        linger_s = YOUNG_S if stands else 0.0
+        outcome = self._ask_for_lock(linger_s)
+        if outcome is None or outcome.holder is None:
+            return outcome
+        since = None
+        if stands:
+            self.lingers_since = since = call.since or outcome.server_time
+            stands = outcome.waiters < BEHIND and options.max_wait != 0
+        ask = partial(self._ask_for_lock, linger_s, since)
+        return linger(outcome, ask, self.lock.clock, call.task_id, stands=stands, is_woken=self.is_woken)
+
+    def _ask_for_lock(self, linger_s: float, since: float | None = None) -> Outcome | None:
+        call, again = self.call, self.facts.again
+        details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
+        if linger_s or call.attempt or again or self.is_woken:
+            # By 0 seconds the first command of a first delivery is known, which may come late: when its call
+            # waits in line.
+            remember_s = BEGUN_S if self.is_woken or (again and self.options.may_wait) else 0.0
+            details |= {
+                "copy": call.copy,
+                "attempt": call.attempt,
+                "remember": remember_s,
+                "linger": linger_s,
+            }
+            details["since"] = (call.since if call.is_woken else 0.0) if since is None else since
+        if again:
+            details["second"] = True
+        if call.is_one_of_several:
+            details["shared"] = True
+        same_host = self.guard.settings.same_host
+        ask = partial(self.lock.acquire_at_death, same_host=same_host, **details)
+        outcome: Outcome | None = self.patiently(ask, None)
+        if self.lock.heirs:  # it has served the line
+            look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
+            self.wake_heirs()
+        if outcome is not None and outcome.holder is not None and self.facts.is_eager:
+            # An eager replace() runs within the body, and under the lock, that it replaces.
+            return None if outcome.holder.task_id == call.task_id else outcome
+        return outcome
+
     def _come_back_later(self, reason: str) -> NoReturn:
         come_back(self.task, self.call, backoff(self.options, self.call.waits), reason)
 
@@ -458,22 +496,15 @@ class Attempt:
         """Whether a call has ended which the lock server takes for one that is to come, and is freed."""
         return free_ended(self.task.app, self.task.name, self.lock.name, task_id, state)
 
-    def _may_have_ended(self) -> bool:
-        """Whether another delivery of this attempt may have ended."""
-        return self.facts.again or self._may_have_twin()
-
     def _may_have_twin(self) -> bool:
         """Whether another message, or delivery, of this attempt may have stored its result."""
-        # A message that has waited may have a twin that was delivered again, if it is acknowledged late: its
-        # sender has died, or was not told that the broker has it. One that was woken has one if the lock
-        # server came back with older data, in which it waits.
         call = self.call
-        was_sent_again = call.copy != ORIGINAL
-        has_waited = was_sent_again or call.waits or self.has_parked or self.lingers_since
-        is_sent_twice = has_waited and (
-            self.task.acks_late or (was_sent_again and has_random_id(call.task_id))
-        )
-        return bool(call.redelivered or is_sent_twice)
+        if call.again:
+            return True
+        if self.task.acks_late:  # who sent this one may have died, or was not told that the broker has it
+            return bool(self.is_woken or call.waits or self.lingers_since)
+        # It waits in older data, with which the lock server has come back.
+        return call.is_woken and not call.shares_id
 
     def _success_before(self) -> Mapping[str, Any] | None:
         """What is stored of this call, if it is another delivery of one that has succeeded."""
@@ -498,68 +529,6 @@ class Attempt:
         error = free_all(self.lock.client, [Mark(self.lock.name, self.call.task_id)])
         if error is not None:
             raise error
-
-    def _try_to_acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
-        """The outcome; None if Redis cannot be asked, and the body is to run all the same."""
-        call, is_again = self.call, self.facts.again
-        details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
-        if linger or call.attempt or is_again or self.is_woken:
-            # By 0 seconds the first command of a first delivery is known, which may come late: when its call
-            # waits in line.
-            remember_s = BEGUN_S if self.is_woken or (is_again and self.options.may_wait) else 0.0
-            details |= {"copy": call.copy, "attempt": call.attempt, "remember": remember_s}
-            waits_since = call.since if call.copy != ORIGINAL else 0.0
-            details |= {"linger": linger, "since": waits_since if since is None else since}
-        if is_again:
-            details["second"] = True
-        if call.is_one_of_several:
-            details["shared"] = True
-        same_host = self.guard.settings.same_host
-        outcome: Outcome | None = self.patiently(
-            partial(self.lock.acquire_at_death, same_host=same_host, **details), None
-        )
-        if self.lock.heirs:  # it has served the line
-            look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
-            self.wake_heirs()
-        if outcome is not None and outcome.holder is not None and self.request.is_eager:
-            # An eager replace() runs within the body, and under the lock, that it replaces.
-            return None if outcome.holder.task_id == call.task_id else outcome
-        return outcome
-
-    def _linger(self) -> Outcome | None:
-        """Try to acquire; a call that is going to wait tries for some milliseconds, if that may do."""
-        waits = self.options.may_wait and self._policy == "wait"
-        stands = waits and not self.call.shares_id  # else its place in the line may be another call's
-        linger_s = _YOUNG_S if stands else 0.0
-        outcome = self._try_to_acquire(linger=linger_s)
-        if outcome is None or outcome.holder is None:
-            return outcome
-        since = None
-        if stands:
-            self.lingers_since = since = self.call.since or outcome.server_time
-        give_up = self.lock.clock() + LINGER_S
-        parks_now = not stands or outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0
-        while outcome is not None and (pause_s := self._asks_again_in(outcome, parks_now=parks_now)):
-            if self.lock.clock() > give_up:
-                break
-            time.sleep(pause_s)
-            outcome = self._try_to_acquire(linger=linger_s, since=since)
-        return outcome
-
-    def _asks_again_in(self, outcome: Outcome, *, parks_now: bool) -> float:
-        """Seconds after which the call asks again in its pool slot; 0 if it does not."""
-        if outcome.paced and self.is_woken:  # it may have been handed its permit ahead of its start
-            remaining_s = outcome.remaining_s or 0.0
-            return remaining_s if remaining_s <= AHEAD_S else 0.0
-        if parks_now or not self._is_young(outcome.holder, outcome.server_time):
-            return 0.0
-        return _LINGER_POLL_S * max(1, outcome.waiters)
-
-    def _is_young(self, holder: Holder | None, server_time: float) -> bool:
-        """True if another call has had the lock, or was woken for it, since a moment ago."""
-        if holder is None or holder.since is None or holder.task_id == self.call.task_id:
-            return False
-        return holder.state in ("running", "handed") and server_time - holder.since < _YOUNG_S
 
 
 def _named(policy: Any) -> Policy:

@@ -14,7 +14,7 @@ from celery_setnx.call.guard import is_singleton
 from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.lock.outcome import Outcome
-from celery_setnx.lock.record import ORIGINAL, Holder
+from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s
 from celery_setnx.signals import call_deduplicated, lock_conflict
@@ -75,7 +75,7 @@ class Conflict:
     @property
     def has_begun(self) -> bool:
         """Whether a body of the call may have run before, as its own retry or as a second delivery."""
-        return bool(self.call.redelivered or self.task.request.retries)
+        return bool(self.call.again or self.task.request.retries)
 
     @property
     def waits(self) -> int:
@@ -161,7 +161,7 @@ class Conflict:
     def come_back_as_copy(self) -> NoReturn:
         """Come back beside another call with its task id, which stands in line."""
         reason = f"another call with its task id waits already, and {self.reason}"
-        call = self.call.as_copy() if self.call.copy == ORIGINAL else self.call  # it has a courier
+        call = self.call if self.call.is_woken else self.call.as_copy()  # it has a courier
         come_back(self.task, call, self._backoff(), reason)
 
     def wait_for_own(self) -> NoReturn:
@@ -216,7 +216,7 @@ def is_own(call: Call, holder: Holder) -> bool:
     # What was handed to it would be its own by now.
     is_anothers = others != call.call_id if others else holder.state == "handed"
     is_another = call.is_one_of_several and is_anothers
-    is_first = not call.attempt and not call.redelivered  # a replace() is another call, and still the same
+    is_first = not call.attempt and not call.again  # a replace() is another call, and still the same
     return holder.task_id == call.task_id and not (is_another and is_first)
 
 

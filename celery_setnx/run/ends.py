@@ -23,7 +23,6 @@ from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.marks import Failure, Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
-from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.sweep import look_soon
 from celery_setnx.threads import Lasting
@@ -58,7 +57,7 @@ class Ended(NamedTuple):
     def has_place(self) -> bool:
         """Whether it may stand in line: another message of it may be on its way."""
         call = self.call
-        return bool(call.key) and (call.copy != ORIGINAL or (call.redelivered and self.may_wait))
+        return bool(call.key) and (call.is_woken or (call.again and self.may_wait))
 
     @property
     def has_mark(self) -> bool:

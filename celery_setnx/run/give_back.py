@@ -20,7 +20,8 @@ from celery_setnx.lock.record import ENDED
 from celery_setnx.lock.verbs import Released
 from celery_setnx.log import Log, fields
 from celery_setnx.options import LONGEST_S
-from celery_setnx.run.attempt import LINGER_S, Attempt
+from celery_setnx.run.attempt import Attempt
+from celery_setnx.run.linger import LINGER_S
 from celery_setnx.run.park import Parked
 from celery_setnx.signals import lock_released
 
@@ -45,7 +46,7 @@ def give_back(attempt: Attempt, error: BaseException | None) -> None:
     finally:
         if attempt.held is not None:
             _end(attempt, attempt.held, fate)
-        elif attempt.facts.told != "stale":
+        elif attempt.facts.answer != "stale":
             _end_wait(attempt, fate)
         if not fate.dropped and (attempt.held is None or attempt.keeps_mark):
             _end_mark(attempt, fate.back_in)

@@ -41,7 +41,7 @@ from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import line
 from celery_setnx.lock.line import Found
 from celery_setnx.lock.outcome import Outcome
-from celery_setnx.lock.record import ORIGINAL, Heir, Holder
+from celery_setnx.lock.record import Heir, Holder
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
 from celery_setnx.run.courier import Order
@@ -112,8 +112,8 @@ class _Parking:
         self.holder, self.ends_first = cast("Holder", outcome.holder), cast("Holder", outcome.ends_first)
         # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
         # courier away until it is parked; if the broker has the message still, that may be done first.
-        self.has_begun = call.redelivered
-        self.has_courier = call.copy != ORIGINAL and not self.has_begun
+        self.has_begun = call.again
+        self.has_courier = call.is_woken and not self.has_begun
         self.is_parked_first = self.has_begun and task.acks_late
         self.call = call._replace(waits=call.waits + 1, asked=0)
         self.message = Message.of(task)
@@ -152,7 +152,7 @@ class _Parking:
         if self.has_begun:  # its ticket sends a courier away
             pause = min(self.countdown, self.options.retry_delay_max)
             reason = f"its place in line is not known ({error})"
-            come_back(self.task, self.met, pause, reason, own=self.met.redelivered)
+            come_back(self.task, self.met, pause, reason, own=self.met.again)
         logger.warning(
             "%s waits, and only its courier knows: %s", self.call, error, extra=fields(of=self.call)
         )

@@ -20,7 +20,7 @@ from celery_setnx.lock import verbs as verbs_module
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import Keeper
 from celery_setnx.lock.lock import SetnxLock
-from celery_setnx.run import acquire as acquire_module
+from celery_setnx.run import attempt as attempt_module
 from celery_setnx.run import courier as courier_module
 from celery_setnx.run import park as park_module
 from celery_setnx.run.sweep import Sweep
@@ -76,7 +76,7 @@ ATTRIBUTES: dict[str, list[tuple[Any, str, Any]]] = {
     # All data of Redis look the same.
     "epoch_unnoticed": [(line_module, "_new_epoch", lambda: 1)],
     # That a call has begun is remembered no longer than that it waits.
-    "short_ticket": [(acquire_module, "BEGUN_S", 7200.0)],
+    "short_ticket": [(attempt_module, "BEGUN_S", 7200.0)],
 }
 """What is wrong with the code: where, the name, and what it stands for instead."""
 
@@ -159,7 +159,7 @@ def serve_without_wake() -> None:
         while lock.heirs:
             wake(app, lock.heirs.pop(0), lock.name)
 
-    for module in (acquire_module, request_module):
+    for module in (attempt_module, request_module):
         _put(module, "let_others_start", wake_all)
 
 
@@ -186,7 +186,7 @@ def join_first() -> None:
         key = f"first:{task.request.args[0]}"
         return client_for(task.app).set(key, now, nx=True, ex=60, get=True) or now
 
-    joined = _put(acquire_module, "joined_by", first)
+    joined = _put(attempt_module, "joined_by", first)
 
 
 def seed(name: str) -> None:

@@ -20,7 +20,7 @@ from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
-from celery_setnx.run import attempt, courier, decide, ends, give_back, join, looks, park, run, sweep
+from celery_setnx.run import attempt, courier, decide, ends, give_back, join, linger, looks, park, run, sweep
 from celery_setnx.run.decide import Ask, End, Facts
 from tests.simulation import calls, locks
 from tests.simulation.scheduler import World
@@ -100,7 +100,7 @@ def leaves_late(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(of: attempt.Attempt, fate: Any) -> None:
         end_wait(of, fate)
         if of.lingers_since and fate.back_in is not None and not fate.parked:
-            give_back._leave(of, of.call, give_back.LINGER_S)
+            give_back._leave(of, of.call, linger.LINGER_S)
 
     monkeypatch.setattr(give_back, "_end_wait", leave)
 
@@ -160,7 +160,7 @@ def twin_of_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     may_have_twin = attempt.Attempt._may_have_twin
 
     def asking(of: attempt.Attempt) -> bool:
-        return may_have_twin(of) and (of.call.redelivered or of.call.copy != ORIGINAL)
+        return may_have_twin(of) and (of.call.again or of.call.copy != ORIGINAL)
 
     monkeypatch.setattr(attempt.Attempt, "_may_have_twin", asking)
 
@@ -331,12 +331,12 @@ def end_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def woken_ahead_parks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that was woken just ahead of its start goes back into its line."""
-    asks_again_in = attempt.Attempt._asks_again_in
+    pause_s = linger._pause_s
 
-    def asking(of: attempt.Attempt, outcome: lock.Outcome, *, parks_now: bool) -> float:
-        return 0.0 if outcome.paced and of.is_woken else asks_again_in(of, outcome, parks_now=parks_now)
+    def asking(outcome: lock.Outcome, task_id: str, *, stands: bool, is_woken: bool) -> float:
+        return 0.0 if outcome.paced else pause_s(outcome, task_id, stands=stands, is_woken=is_woken)
 
-    monkeypatch.setattr(attempt.Attempt, "_asks_again_in", asking)
+    monkeypatch.setattr(linger, "_pause_s", asking)
 
 
 def ended_stays(monkeypatch: pytest.MonkeyPatch) -> None:
