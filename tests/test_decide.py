@@ -1,5 +1,6 @@
-"""What becomes of a delivery: every combination of facts, and every answer to what is asked."""
+"""What a delivery does next: every combination of facts, and every answer to each question."""
 
+import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, get_args
@@ -7,6 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from celery_setnx.run.decide import RULES, Ask, End, Facts, Policy, decide
+from tests.docs.pages import sections, text_of
 
 WAITS = ("wait", "join")
 _SAID = ("again", "has_begun", "may_be_new", "is_eager", "joins", "asks_queued", "asks_done", "looks_again")
@@ -160,3 +162,11 @@ def test_each_rule_is_needed():
             if len(applying) < 2 or applying[0].then != applying[1].then:
                 needed.add((facts.answer, applying[0]))
     assert [rule for answer, rules in RULES.items() for rule in rules if (answer, rule) not in needed] == []
+
+
+def test_docs_show_the_rules_as_they_are():
+    """A table for each answer about the lock, its rules in the order in which they are read."""
+    text = sections(text_of("docs/how-it-works.md"), 3)["What a delivery does next"]
+    tables = re.findall(r"\| then \|\n\|---\|---\|\n((?:\|.*\n)+)", text)
+    rules = ["".join(f"| {rule.when} | {rule.then.value} |\n" for rule in each) for each in RULES.values()]
+    assert tables == rules

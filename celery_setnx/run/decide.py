@@ -142,8 +142,16 @@ _HELD = (
     Rule("the holder is this very call", lambda f: f.is_own, End.COME_BACK_FOR_OWN),
     Rule("the same call is queued", lambda f: f.is_queued, End.SKIP),
     Rule("`on_conflict` is a callable", lambda f: f.policy == "callable", End.CALL),
-    Rule("`on_conflict` is `skip`", lambda f: f.policy == "skip" and not f.may_be_its_start, End.SKIP),
-    Rule("`on_conflict` is `raise`", lambda f: f.policy == "raise" and not f.may_be_its_start, End.FAIL),
+    Rule(
+        "`on_conflict` is `skip`, and it is not paced by its own start",
+        lambda f: f.policy == "skip" and not f.may_be_its_start,
+        End.SKIP,
+    ),
+    Rule(
+        "`on_conflict` is `raise`, and it is not paced by its own start",
+        lambda f: f.policy == "raise" and not f.may_be_its_start,
+        End.FAIL,
+    ),
     Rule("it has waited for `max_wait`", lambda f: f.is_over, End.TIME_OUT),
     Rule(
         "`on_conflict` is neither `wait` nor `join`, or the call is eager",
