@@ -1,4 +1,4 @@
-"""An attempt: one delivery of one call. It asks for its lock, runs or waits, and gives back what it has."""
+"""One delivery of one call: what is known of it, and what carries out the steps that `decide` names."""
 
 from __future__ import annotations
 
@@ -51,26 +51,30 @@ from celery_setnx.signals import lock_acquired, lock_lost, lock_taken_over, lock
 logger = Log("celery_setnx")
 
 _LOOK_AGAIN_S = 1.0
-_LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
+_LATE_S = 1.0  # a call that comes back may make its last try this long after its max_wait
 _NONCE = re.compile("[0-9a-f]{1,64}")
 _STARTED = "another message has started this call, or has failed"
 
-# What a message has of a call that another call, or what follows, waits for.
+# Fields of a message whose call something else waits for.
 _AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
 
 
 class Attempt:
-    """One delivery of one call: `decide` says what it does next, by the `facts` that it has gathered."""
+    """One delivery of one call.
+
+    `decide` names the next step. A question adds to `facts`, and an end is the last step. Each step is a
+    method with the name that it has in `Ask` or `End`.
+    """
 
     conflict: Conflict
     held: HeldLock | None = None
     outcome = Outcome(False)
     acquired_at = 0.0
     has_begun = has_succeeded = False  # its body
-    keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
+    keeps_mark = False  # the mark that it has found under its lock may be that of its retry
     is_told = False  # that another thread has asked for its lock
-    lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
-    has_parked = False  # whether it was about to wait in line when its turn came
+    lingers_since = 0.0  # server time at which it began to stand in line in its pool slot; 0: it did not
+    has_parked = False  # its turn came while it parked
     _waits: Parked | None = None
     _stored: Mapping[str, Any] | None = None
     _why_dropped = _STARTED
@@ -88,19 +92,19 @@ class Attempt:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
         try:
             self.options = guard.options_of(self.call.options)
-            if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
+            if self.options.on_conflict == "join" and not request.is_eager:  # an eager result is not stored
                 guard.check_backend(self.options)
             given = Arguments.given_to(task, args, kwargs) if request.is_eager else Arguments(args, kwargs)
             self.lock = guard.lock(self.call, given, info_of(self.call, request.hostname))
         except SetnxError:
-            if self.call.marked:  # refused here, whatever its producer could know
+            if self.call.marked:  # its publisher did not know that it is refused here
                 free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])
             raise
         if not self.call.key:
             self.call = self.call._replace(key=self.lock.name)
         is_awaited = any(getattr(request, name, None) for name in _AWAITED)
         if self.call.bare and self.options.dedupe_for and not is_awaited:
-            self.call = self.call._replace(unasked=True)  # which its message says, should it come back
+            self.call = self.call._replace(unasked=True)  # its message says so if it comes back
         self.token = task_token(self.call.task_id, retries_of(request.retries), _nonce_of(request))
         self.keeper = keeper_for_process(self.lock.clock)
         self.running = RunningCall(self.call)
@@ -111,7 +115,7 @@ class Attempt:
         return str(self.call)
 
     def decided(self, body: Callable[[], Any]) -> Any:
-        """What the call ends with: the body's result, or what becomes of it without."""
+        """The body's result, or what the call ends with instead."""
         self.body = body
         while isinstance(step := decide(self.facts), Ask):
             self.facts = getattr(self, f"_{step.name.lower()}")()
@@ -124,14 +128,14 @@ class Attempt:
             signal.send(sender=self.task, task_id=self.request.id, **details)
 
     def patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
-        """What Redis says, asked again for up to a lease; `unguarded` if the body is to run all the same."""
+        """The reply of Redis, asked again for up to a lease; `unguarded` if the body runs without a lock."""
         give_up = None
         pause = 0.05
         while True:
             try:
                 return ask()
             except LockUnavailable as error:
-                if error.unsent:  # the broker's trouble, which no patience with Redis ends
+                if error.unsent:  # the broker is in trouble, not Redis
                     raise
                 say_loudly(error)
                 if self.options.on_redis_error == "run":
@@ -168,27 +172,27 @@ class Attempt:
         self.send(lock_lost, fence=held.fence, reason=reason)
 
     def wake_heirs(self) -> None:
-        """Wake those to whom the lock was handed: by a release, or because nobody living had it."""
+        """Wake the calls that the lock was handed to."""
         let_others_start(self.task.app, self.task.name, self.lock)
 
     @property
     def is_woken(self) -> bool:
-        """Whether its turn has come once, so that other messages may start the call, too."""
+        """Whether another message may start the call, too: its turn has come before, or while it parked."""
         return self.call.is_woken or self.has_parked
 
     def waited_s(self) -> float:
-        """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
+        """Seconds since this attempt first met a held lock; 0 if it has not."""
         since = self.lingers_since or self.call.since
         return max(0.0, self.outcome.server_time - since) if since else 0.0
 
-    # What is known before anybody is asked.
+    # Facts that need no question.
 
     def _known(self, *, is_awaited: bool) -> Facts:
         call, options, request, task = self.call, self.options, self.request, self.task
         self._policy = policy_of(options, request)
         is_again = call.again or (task.acks_late and not tells_redelivery(task.app))
         has_waited = call.again and call.waits and not call.is_woken
-        is_done_asked = call.unasked or call.marked is True  # where something waits for it, it runs
+        is_done_asked = call.unasked or call.marked is True  # else something waits for it, and it runs
         return Facts(
             policy=_named(self._policy),
             again=bool(is_again and not request.is_eager),
@@ -204,18 +208,18 @@ class Attempt:
                 and is_done_asked
                 and not (request.callbacks or request.errbacks or request.retries or request.is_eager)
             ),
-            # Of a message that is acknowledged early there is no other: it has waited for the attempt before.
-            # And a lock that was held for it is kept: given back here, it would be anybody's.
+            # A message that is acknowledged early has no twin: it has waited for the attempt before it. And a
+            # lock that was held for it stays: given back here, it would be free for all.
             looks_again=bool(has_waited and not call.asked and task.acks_late and not options.hold_on_retry),
         )
 
-    # Questions, by the names that `Ask` has: each returns the facts with what it has learned.
+    # Questions: each returns the facts with its answer.
 
     def _ask_joined(self) -> Facts:
-        """What is stored of the call with whose result this one ends."""
+        """The stored end of the joined call."""
 
         def ask() -> Any:
-            if self.held is not None:  # the other may have had the lock before, and have given it back since
+            if self.held is not None:  # the joined call may have given the lock back meanwhile
                 holder, now = None, self.held.server_time()
             else:
                 seen = self.lock.look()
@@ -256,7 +260,7 @@ class Attempt:
         )
 
     def _rename(self) -> Facts:
-        """The call that had this task id has begun long ago: this is another, which has no ticket."""
+        """The call with this task id has begun long ago. This is a new one, which has no ticket yet."""
         self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
         return self.facts._replace(answer=None, may_be_new=False, asks_queued=False)
 
@@ -266,23 +270,23 @@ class Attempt:
         return self.facts._replace(freed=freed)
 
     def _ask_ended(self) -> Facts:
-        """Whether the attempt has ended before: release never means that it has."""
+        """Whether the attempt has ended before. That its lock was released does not tell."""
         stored = self._success_before()
         if stored is not None:
             is_counted_once = self.request.chord and counts_once(self.task.backend)
             self._stored, self._why_dropped = stored, "it has succeeded before"
             return self.facts._replace(ended="stored" if is_counted_once else "noted")
         receipt = receipt_of(self.guard, self.call) if self.facts.again else None
-        # Before its end was reported, a chord has counted it.
+        # A chord counts its member before the receipt is written.
         has_ended = receipt and self.patiently(partial(has_receipt, self.lock.client, receipt), False)
         if has_ended:
             self._why_dropped = "it has ended before"
         return self.facts._replace(ended="noted" if has_ended else "no")
 
     def _mark(self) -> Facts:
-        """Mark the key for a call that nobody has asked for, or find the queued call that it duplicates.
+        """Mark the key as a publisher does, or find the queued call that it duplicates.
 
-        Beat so publishes a task that it has not imported: else every tick would wait in line, and run.
+        Beat publishes a task that it has not imported without asking: else every tick would wait, and run.
         """
         options, mark = self.options, Mark(self.lock.name, self.call.task_id)
         terms: dict[str, Any] = {"lease": options.queue_lease, "limit": options.limit}
@@ -293,12 +297,12 @@ class Attempt:
                 break
         is_queued = isinstance(found, Marked) and found.is_duplicate
         self._queued_as = found.task_id if is_queued else None
-        if isinstance(found, Marked) and not is_queued:  # else it is not known, and it waits all the same
+        if isinstance(found, Marked) and not is_queued:  # without an answer it waits all the same
             self.call = self.call._replace(marked=True)
         return self.facts._replace(is_queued=is_queued)
 
     def _announce(self) -> Facts:
-        """What it has met. A call that joins ends with that one's result, however it waits for it."""
+        """Send `lock_conflict`; a call that joins chooses whose result it ends with."""
         call, outcome, facts = self.call, self.outcome, self.facts
         if self.options.on_conflict == "join" and not facts.is_eager:
             joined = joined_by(self.task, cast("Holder", outcome.holder), call)
@@ -321,13 +325,13 @@ class Attempt:
         return self.facts._replace(place=place)
 
     def _ask_done(self) -> Facts:
-        """Which call has succeeded in this one's stead.
+        """Whether the same call has succeeded within `dedupe_for`.
 
-        Asked under the lock, because a success is noted in the step that gives it back.
+        Asked under the lock, because the release notes the success.
         """
         held = cast("HeldLock", self.held)
         done: str | None = self.patiently(partial(done_by, self.lock.client, self.lock.name), None)
-        if held.remaining_s() < self.lock.lease_s / 2:  # Redis was away, and nobody has renewed it yet
+        if held.remaining_s() < self.lock.lease_s / 2:  # Redis was away, and the lease is not renewed yet
             self._come_back_later(
                 f"{self.lock.name} had been held for too long when Redis said that the call is to run"
             )
@@ -350,10 +354,10 @@ class Attempt:
         self.send(lock_acquired, fence=held.fence, waited_s=waited_s)
         return self.facts._replace(begun=True)
 
-    # Ends, by the names that `End` has: each returns the call's result, or raises.
+    # Ends: each returns the call's result, or raises.
 
     def _run(self) -> Any:
-        # The first start of what is delivered again has ended the mark; but another's was set since.
+        # If it was redelivered, its first start has ended the mark.
         has_begun = self.call.again and self.outcome.mark is None
         if self.call.marked is True and self.outcome.mark != self.call.task_id and not has_begun:
             self._report_lapse(self.outcome.mark)
@@ -364,7 +368,7 @@ class Attempt:
         self.has_begun = True
         let_go(self.request)
         result = self.body()
-        self.has_succeeded = not self.request.is_eager  # whose result is stored nowhere
+        self.has_succeeded = not self.request.is_eager  # an eager result is not stored
         return result
 
     def _run_unguarded(self) -> Any:
@@ -376,10 +380,9 @@ class Attempt:
         return result_of(self.joined_end)
 
     def _end_as_stored(self) -> Any:
-        """The stored result of a chord's member: Celery may have died before it counted that.
+        """The stored result of a chord's member: the worker may have died before the chord counted it.
 
-        Callbacks, and what follows in a chain, were sent before it was stored. So nothing is left to be done
-        for other calls, nor where a member that is counted twice would be two.
+        Callbacks and the next task of a chain were sent before the result was stored, so they are left out.
         """
         text = "%s has succeeded before, and is counted again for its chord."
         logger.info(text, self, extra=fields("dropped", self.call))
@@ -420,7 +423,7 @@ class Attempt:
         self.conflict.wait_for_own()
 
     def _look_again(self) -> NoReturn:
-        """The other may have given the lock back a moment ago: its end is told after its links are sent."""
+        """The other delivery may have released the lock a moment ago: Celery stores its result after that."""
         reason = "another delivery of it has had the lock, and may be about to end"
         come_back(self.task, self.call._replace(asked=1), _LOOK_AGAIN_S, reason, own=True)
 
@@ -432,13 +435,13 @@ class Attempt:
         logger.info("%s: this message is dropped: %s.", self, reason, extra=fields("dropped", self.call))
         raise Dropped(reason)
 
-    # What they need.
+    # Parts of steps.
 
     def _ask_until_parked(self) -> Outcome | None:
-        """Ask for the lock, for some milliseconds if that may do; None if the body is to run without it."""
+        """Ask for the lock, and again for some milliseconds if it is young; None: run without it."""
         call, options = self.call, self.options
         stands = self.facts.policy == "wait" and options.may_wait
-        stands = stands and not call.shares_id  # else its place in the line may be another call's
+        stands = stands and not call.shares_id  # else its place in line may be that of another call
         linger_s = YOUNG_S if stands else 0.0
         outcome = self._ask_for_lock(linger_s)
         if outcome is None or outcome.holder is None:
@@ -454,8 +457,7 @@ class Attempt:
         call, again = self.call, self.facts.again
         details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
         if linger_s or call.attempt or again or self.is_woken:
-            # By 0 seconds the first command of a first delivery is known, which may come late: when its call
-            # waits in line.
+            # 0 seconds mark the first command of a first delivery: it may arrive late, when its call waits.
             remember_s = BEGUN_S if self.is_woken or (again and self.options.may_wait) else 0.0
             details |= {
                 "copy": call.copy,
@@ -471,11 +473,11 @@ class Attempt:
         same_host = self.guard.settings.same_host
         ask = partial(self.lock.acquire_at_death, same_host=same_host, **details)
         outcome: Outcome | None = self.patiently(ask, None)
-        if self.lock.heirs:  # it has served the line
+        if self.lock.heirs:  # the script has handed the lock to others
             look_within(self.task.app, self.task.name, self.lock.name, HAND_OVER_S)
             self.wake_heirs()
         if outcome is not None and outcome.holder is not None and self.facts.is_eager:
-            # An eager replace() runs within the body, and under the lock, that it replaces.
+            # An eager replace() runs inside the body that it replaces, under its lock.
             return None if outcome.holder.task_id == call.task_id else outcome
         return outcome
 
@@ -483,31 +485,31 @@ class Attempt:
         come_back(self.task, self.call, backoff(self.options, self.call.waits), reason)
 
     def _is_over(self, late_s: float = 0.0) -> bool:
-        """Whether it has waited for `max_wait`, and so many seconds more."""
+        """Whether it has waited for `max_wait` and `late_s` more."""
         max_wait = self.options.max_wait
         return max_wait is not None and self.waited_s() >= max_wait + late_s
 
     def _others(self) -> dict[str | None, str]:
-        """Which other calls stand in its way, and the states of their locks."""
+        """The other calls that hold the lock, by task id, with its state."""
         holders = (self.outcome.holder, self.outcome.ends_first)
         return {each.task_id: each.state for each in holders if each and each.task_id != self.call.task_id}
 
     def _frees(self, state: str, task_id: str | None) -> bool:
-        """Whether a call has ended which the lock server takes for one that is to come, and is freed."""
+        """Whether that call has ended, though Redis expects it, and its lock or mark is free now."""
         return free_ended(self.task.app, self.task.name, self.lock.name, task_id, state)
 
     def _may_have_twin(self) -> bool:
-        """Whether another message, or delivery, of this attempt may have stored its result."""
+        """Whether another message or delivery of this attempt may have stored its result."""
         call = self.call
         if call.again:
             return True
-        if self.task.acks_late:  # who sent this one may have died, or was not told that the broker has it
+        if self.task.acks_late:  # the delivery that sent this message may come again
             return bool(self.is_woken or call.waits or self.lingers_since)
-        # It waits in older data, with which the lock server has come back.
+        # Redis may have come back with older data, in which the call waits.
         return call.is_woken and not call.shares_id
 
     def _success_before(self) -> Mapping[str, Any] | None:
-        """What is stored of this call, if it is another delivery of one that has succeeded."""
+        """The stored success of this attempt, if another delivery of it may have one."""
         if not self._may_have_twin():
             return None
         stored = stored_end(self.task.app, self.task.name, self.request.id, its_own=True)
@@ -525,7 +527,7 @@ class Attempt:
         self.send(uniqueness_lapsed, marked_by=marked_by)
 
     def _free_mark(self) -> None:
-        """The body begins, as with the acquisition of any other delivery."""
+        """End the mark: for other deliveries acquiring does so."""
         error = free_all(self.lock.client, [Mark(self.lock.name, self.call.task_id)])
         if error is not None:
             raise error
@@ -536,7 +538,7 @@ def _named(policy: Any) -> Policy:
 
 
 def info_of(call: Call, worker: str | None) -> str:
-    """What the record of a call's lock says of it, and of this process; the task's id is in the token."""
+    """The part of a lock's record about this call and this process. The task id is in the token."""
     said = _info_of_process(os.getpid(), call.task, worker)
     if call.is_one_of_several:
         said = f'{said[:-1]},"call":"{call.call_id}"}}'
@@ -549,6 +551,6 @@ def _info_of_process(pid: int, task: str, worker: str | None) -> str:
 
 
 def _nonce_of(request: Context) -> str:
-    """What makes the token of this delivery its own: said by the worker's parent, if it has a part in it."""
+    """The part of the token that tells deliveries apart; the worker's parent gives it, if there is one."""
     known = (request.properties or {}).get(NONCE)
     return known if isinstance(known, str) and _NONCE.fullmatch(known) else os.urandom(6).hex()

@@ -2,10 +2,10 @@
 
 A call that meets a held lock under `on_conflict="wait"` is in two places at once:
 
-- in the line beside the lock, in Redis, with all that it takes to send it again. The script that releases
-  the lock hands it to the first in line, and the process that released it sends that call: a wake-up is a
-  message, not a poll (see `wake`).
-- in the broker, with a courier (see `courier`). That is sent first: whatever Redis loses, the call is there.
+- In the line beside the lock, in Redis, with its whole message. The script that releases the lock hands it
+  to the first in line, and the process that released it sends that call (see `wake`). Nobody polls.
+- In the broker, with its courier (see `courier`). The courier is sent first, so the call survives a Redis
+  that loses its data.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from celery_setnx.wording import held
 
 logger = Log("celery_setnx")
 
-_VISIBILITY_S = 3600.0  # of a broker that has no such timeout
+_VISIBILITY_S = 3600.0  # in place of the timeout of a broker that has none
 
 
 class Parked(Waits):
@@ -58,14 +58,14 @@ class Parked(Waits):
 
 
 def remember_s(app: Celery, options: Options) -> float:
-    """Seconds for which it is remembered that a call waits."""
+    """Seconds for which Redis remembers that a call waits."""
     return options.queue_lease + (visibility_timeout_s(app) or _VISIBILITY_S)
 
 
 def may_stand_in_line(task: Task, call: Call) -> bool:
-    """True if whoever serves the line can tell that the call belongs there, and sends it without a pickle.
+    """True if every worker can tell that the call belongs in this line, and can send it.
 
-    A queue that a fanout exchange fills is often one worker's own, and unknown to who serves the line.
+    A pickled message is sent by nobody. The queue of a fanout exchange is often known to one worker only.
     """
     message = Message.of(task)
     if message.content_type == PICKLE or message.is_fanout:
@@ -76,13 +76,13 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
 def park(
     task: Task, call: Call, options: Options, outcome: Outcome
 ) -> tuple[Literal["stale", "taken", "turn", "waits"], Parked | None]:
-    """Stand the running call in line: what came of it, and what is to be raised if it waits.
+    """Put the running call in line: what parking found, and the exception that ends its delivery if it waits.
 
-    If the broker takes no courier, it ends as `not_taken_back`.
+    If the broker takes no courier, the call ends as `not_taken_back` says.
     """
     parking = _Parking(task, call, options, outcome)
     if not parking.message.queue:
-        parking.send_courier()  # which says why it cannot, before the call has a place
+        parking.send_courier()  # it fails, and says why, before the call has a place
     if not parking.has_courier and not parking.is_parked_first:
         parking.send_courier()
     try:
@@ -94,7 +94,7 @@ def park(
     if found.state == "taken":
         return "taken", None
     parking.note_holder(found)
-    # One that was woken had its lock, or Redis has lost the ticket that tells of it: its courier may be gone.
+    # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
     if parking.is_parked_first or (parking.has_courier and found.state == "new"):
         parking.send_courier()
     elif parking.has_courier and waits_in_broker(task.app):
@@ -110,8 +110,8 @@ class _Parking:
     def __init__(self, task: Task, call: Call, options: Options, outcome: Outcome) -> None:
         self.task, self.app, self.options, self.met, self.outcome = task, task.app, options, call, outcome
         self.holder, self.ends_first = cast("Holder", outcome.holder), cast("Holder", outcome.ends_first)
-        # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
-        # courier away until it is parked; if the broker has the message still, that may be done first.
+        # A woken call has a courier until it begins. The ticket of a call that has begun sends couriers away
+        # until the call is parked again. If the broker still has its message, it may park first.
         self.has_begun = call.again
         self.has_courier = call.is_woken and not self.has_begun
         self.is_parked_first = self.has_begun and task.acks_late
@@ -134,7 +134,7 @@ class _Parking:
         return look_within(self.app, self.call.task, self.call.key, look_in(holds_s, self.options.lease))
 
     def send_courier(self) -> None:
-        """Send it, or have the call not taken back."""
+        """Send the courier; if the broker does not take it, end as `not_taken_back` says."""
         try:
             server_time = self.outcome.server_time
             self.order.send(self.message, self.app, self.countdown, server_time, first=True)
@@ -148,8 +148,8 @@ class _Parking:
         return line.park(client_for(self.app), place, copy=copy, since=order.call.since, call=order.message)
 
     def go_without_place(self, error: SetnxError) -> Parked:
-        """Redis does not say whether the call is in line."""
-        if self.has_begun:  # its ticket sends a courier away
+        """Go on without knowing whether the call is in line."""
+        if self.has_begun:  # its ticket would send a courier away
             pause = min(self.countdown, self.options.retry_delay_max)
             reason = f"its place in line is not known ({error})"
             come_back(self.task, self.met, pause, reason, own=self.met.again)
@@ -158,14 +158,14 @@ class _Parking:
         )
         say_loudly(error)
         if self.has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
-            raise error  # which is what its courier has sent it for
-        if self.has_courier or self.order.epoch:  # with none, a worker that has its courier puts it back
+            raise error  # its courier has sent it to say so
+        if self.has_courier or self.order.epoch:  # without an epoch a worker puts the call back in line
             self.order = replace(self.order, epoch="")
             self.send_courier()
         return Parked(self.reason, self.countdown)
 
     def note_holder(self, found: Found) -> None:
-        """Have a worker look again, unless the lock is whose it was: a sweep may have seen nobody wait."""
+        """Note when to look at the line, unless the holder is the same: a sweep may have seen it empty."""
         if self.outcome.paced:
             self.look_within(self.outcome.remaining_s)
         elif found.holder is None or found.holder.token != self.ends_first.token:
@@ -185,22 +185,22 @@ class _Parking:
             holder=self.holder,
             place=found.place,
         )
-        if not self.outcome.paced:  # else the first start that may be is a sweep's
+        if not self.outcome.paced:  # a sweep sees to the next start
             self._see_to_lock(found)
         return Parked(self.reason, self.countdown)
 
     def _see_to_lock(self, found: Found) -> None:
         """See to a lock that nobody is going to release."""
         call = self.call
-        if found.holder is None:  # it came free meanwhile, for those before this one
+        if found.holder is None:  # it came free meanwhile, and others stand before this call
             with suppress(SetnxError):  # a sweep sees to it
                 let_the_line_go_on(self.app, call.task, call.key)
-        elif found.holder.state == "resting":  # since its release nobody is there to wake
+        elif found.holder.state == "resting":  # its release has woken nobody
             wake(self.app, Heir(call.task_id, self.order.message, remaining_s(found) or 0.0), call.key)
 
 
 def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:
-    """Server time at which a call has waited for its `max_wait`, or expires; None if never."""
+    """Server time at which `max_wait` is over, or the call expires; None: never."""
     ends = [] if options.max_wait is None else [since + options.max_wait]
     if expires:
         ends.append(server_time + seconds_until(app, expires))
