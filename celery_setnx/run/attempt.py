@@ -320,7 +320,7 @@ class Attempt:
         return self.facts._replace(may_stand=may_stand_in_line(self.task, self.conflict.call))
 
     def _park(self) -> Facts:
-        place, self._waits = park(self.task, self.conflict.call, self.options, self.outcome)
+        place, self._waits = park(self.conflict)
         self.has_parked = self.has_parked or place == "turn"
         return self.facts._replace(place=place)
 

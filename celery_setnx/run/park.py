@@ -40,13 +40,12 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import line
 from celery_setnx.lock.line import Found
-from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import Heir, Holder
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
+from celery_setnx.run.conflict import Conflict
 from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
-from celery_setnx.wording import held
 
 logger = Log("celery_setnx")
 
@@ -73,130 +72,111 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
     return is_of_its_line(task.app, call, message.body)
 
 
-def park(
-    task: Task, call: Call, options: Options, outcome: Outcome
-) -> tuple[Literal["stale", "taken", "turn", "waits"], Parked | None]:
+def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"], Parked | None]:
     """Put the running call in line: what parking found, and the exception that ends its delivery if it waits.
 
     If the broker takes no courier, the call ends as `not_taken_back` says.
     """
-    parking = _Parking(task, call, options, outcome)
-    if not parking.message.queue:
-        parking.send_courier()  # it fails, and says why, before the call has a place
-    if not parking.has_courier and not parking.is_parked_first:
-        parking.send_courier()
+    task, met = conflict.task, conflict.call
+    app, message = task.app, Message.of(task)
+    order = _order(conflict, message)
+    parked = Parked(conflict.reason, deliverable(app, order.pace(conflict.server_time)))
+    # A woken call has a courier until it begins. The ticket of a call that has begun sends couriers away
+    # until the call is parked again. If the broker still has its message, it may park first.
+    has_courier = met.is_woken and not met.again
+    parks_first = met.again and task.acks_late
+    if not message.queue or not (has_courier or parks_first):  # without a queue this fails, and says why
+        _send_courier(conflict, order, message, parked)
     try:
-        found = parking.ask()
+        client, since = client_for(app), order.call.since
+        found = line.park(client, order.place(app), copy=met.copy, since=since, call=order.message)
     except SetnxError as error:
-        return "waits", parking.go_without_place(error)
-    if found.state == "stale":
-        return "stale", None
-    if found.state == "taken":
-        return "taken", None
-    parking.note_holder(found)
+        if _asks_courier(conflict, order, parked, error, has_courier=has_courier):
+            _send_courier(conflict, replace(order, epoch=""), message, parked)
+        return "waits", parked
+    if found.state in ("stale", "taken"):
+        return ("stale" if found.state == "stale" else "taken"), None
+    _note_holder(conflict, found)
     # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
-    if parking.is_parked_first or (parking.has_courier and found.state == "new"):
-        parking.send_courier()
-    elif parking.has_courier and waits_in_broker(task.app):
-        parking.order.note_end(task.app, found.server_time)
-    if found.state == "handed" or (found.holder is None and found.place == 1 and not outcome.paced):
+    if parks_first or (has_courier and found.state == "new"):
+        _send_courier(conflict, order, message, parked)
+    elif has_courier and waits_in_broker(app):
+        order.note_end(app, found.server_time)
+    if found.state == "handed" or (found.holder is None and found.place == 1 and not conflict.outcome.paced):
         return "turn", None  # it came free meanwhile
-    return "waits", parking.wait(found)
+    _announce(conflict, order.call, found.place)
+    if not conflict.outcome.paced:  # a sweep sees to the next start
+        _see_to_lock(app, order, found)
+    return "waits", parked
 
 
-class _Parking:
-    """A running call on its way into the line."""
+def _order(conflict: Conflict, message: Message) -> Order:
+    """What the courier of the call is told. The line is noted as due at the holder's deadline."""
+    task, options = conflict.task, conflict.options
+    app, call = task.app, conflict.call._replace(waits=conflict.call.waits + 1, asked=0)
+    return Order(
+        call=call,
+        message=message.packed(app, call),
+        until=_until(app, options, call.since, conflict.server_time, task.request.expires),
+        lease=options.lease,
+        queue_lease=options.queue_lease,
+        remember=remember_s(app, options),
+        epoch=_look_within(conflict, conflict.remaining_s),
+    )
 
-    def __init__(self, task: Task, call: Call, options: Options, outcome: Outcome) -> None:
-        self.task, self.app, self.options, self.met, self.outcome = task, task.app, options, call, outcome
-        self.holder, self.ends_first = cast("Holder", outcome.holder), cast("Holder", outcome.ends_first)
-        # A woken call has a courier until it begins. The ticket of a call that has begun sends couriers away
-        # until the call is parked again. If the broker still has its message, it may park first.
-        self.has_begun = call.again
-        self.has_courier = call.is_woken and not self.has_begun
-        self.is_parked_first = self.has_begun and task.acks_late
-        self.call = call._replace(waits=call.waits + 1, asked=0)
-        self.message = Message.of(task)
-        self.order = Order(
-            call=self.call,
-            message=self.message.packed(self.app, self.call),
-            until=_until(self.app, options, call.since, outcome.server_time, task.request.expires),
-            lease=options.lease,
-            queue_lease=options.queue_lease,
-            remember=remember_s(self.app, options),
-            epoch=self.look_within(outcome.remaining_s),
-        )
-        self.reason = held(call.key, self.holder, options.limit, paced=self.holder.state == "paced")
-        self.countdown = deliverable(self.app, self.order.pace(outcome.server_time))
 
-    def look_within(self, holds_s: float | None) -> str:
-        """Have a worker look at the line when the holder's deadline has passed."""
-        return look_within(self.app, self.call.task, self.call.key, look_in(holds_s, self.options.lease))
+def _look_within(conflict: Conflict, holds_s: float | None) -> str:
+    call, lease = conflict.call, conflict.options.lease
+    return look_within(conflict.task.app, call.task, call.key, look_in(holds_s, lease))
 
-    def send_courier(self) -> None:
-        """Send the courier; if the broker does not take it, end as `not_taken_back` says."""
-        try:
-            server_time = self.outcome.server_time
-            self.order.send(self.message, self.app, self.countdown, server_time, first=True)
-        except Exception as error:  # noqa: BLE001 - whatever the transport raises
-            not_taken_back(self.task, self.call, error, self.reason)
 
-    def ask(self) -> Found:
-        """Ask for a place in the line."""
-        order = self.order
-        place, copy = order.place(self.app), self.met.copy
-        return line.park(client_for(self.app), place, copy=copy, since=order.call.since, call=order.message)
+def _send_courier(conflict: Conflict, order: Order, message: Message, parked: Parked) -> None:
+    """Send the courier; if the broker does not take it, end as `not_taken_back` says."""
+    try:
+        order.send(message, conflict.task.app, parked.when, conflict.server_time, first=True)
+    except Exception as error:  # noqa: BLE001 - whatever the transport raises
+        not_taken_back(conflict.task, order.call, error, conflict.reason)
 
-    def go_without_place(self, error: SetnxError) -> Parked:
-        """Go on without knowing whether the call is in line."""
-        if self.has_begun:  # its ticket would send a courier away
-            pause = min(self.countdown, self.options.retry_delay_max)
-            reason = f"its place in line is not known ({error})"
-            come_back(self.task, self.met, pause, reason, own=self.met.again)
-        logger.warning(
-            "%s waits, and only its courier knows: %s", self.call, error, extra=fields(of=self.call)
-        )
-        say_loudly(error)
-        if self.has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
-            raise error  # its courier has sent it to say so
-        if self.has_courier or self.order.epoch:  # without an epoch a worker puts the call back in line
-            self.order = replace(self.order, epoch="")
-            self.send_courier()
-        return Parked(self.reason, self.countdown)
 
-    def note_holder(self, found: Found) -> None:
-        """Note when to look at the line, unless the holder is the same: a sweep may have seen it empty."""
-        if self.outcome.paced:
-            self.look_within(self.outcome.remaining_s)
-        elif found.holder is None or found.holder.token != self.ends_first.token:
-            self.look_within(remaining_s(found))
+def _asks_courier(
+    conflict: Conflict, order: Order, parked: Parked, error: SetnxError, *, has_courier: bool
+) -> bool:
+    """Whether a courier is to be sent for a call of which nobody knows whether it is in line."""
+    met, call = conflict.call, order.call
+    if met.again:  # its ticket would send a courier away
+        pause = min(parked.when, conflict.options.retry_delay_max)
+        come_back(conflict.task, met, pause, f"its place in line is not known ({error})", own=True)
+    logger.warning("%s waits, and only its courier knows: %s", call, error, extra=fields(of=call))
+    say_loudly(error)
+    if has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
+        raise error  # its courier has sent it to say so
+    return has_courier or bool(order.epoch)  # without an epoch a worker puts the call back in line
 
-    def wait(self, found: Found) -> Parked:
-        """End the delivery, and see to a lock that nobody is going to release."""
-        call = self.call
-        logger.info(
-            "%s waits in line, at place %d: %s.", call, found.place, self.reason, extra=fields("waits", call)
-        )
-        lock_waiting.send(
-            sender=self.task,
-            task_id=call.task_id,
-            key=call.key,
-            about=call.about,
-            holder=self.holder,
-            place=found.place,
-        )
-        if not self.outcome.paced:  # a sweep sees to the next start
-            self._see_to_lock(found)
-        return Parked(self.reason, self.countdown)
 
-    def _see_to_lock(self, found: Found) -> None:
-        """See to a lock that nobody is going to release."""
-        call = self.call
-        if found.holder is None:  # it came free meanwhile, and others stand before this call
-            with suppress(SetnxError):  # a sweep sees to it
-                let_the_line_go_on(self.app, call.task, call.key)
-        elif found.holder.state == "resting":  # its release has woken nobody
-            wake(self.app, Heir(call.task_id, self.order.message, remaining_s(found) or 0.0), call.key)
+def _note_holder(conflict: Conflict, found: Found) -> None:
+    """Note when to look at the line, unless the holder is the same: a sweep may have seen it empty."""
+    ends_first = cast("Holder", conflict.outcome.ends_first)
+    if conflict.outcome.paced:
+        _look_within(conflict, conflict.remaining_s)
+    elif found.holder is None or found.holder.token != ends_first.token:
+        _look_within(conflict, remaining_s(found))
+
+
+def _announce(conflict: Conflict, call: Call, place: int) -> None:
+    text = "%s waits in line, at place %d: %s."
+    logger.info(text, call, place, conflict.reason, extra=fields("waits", call))
+    details = {"key": call.key, "about": call.about, "holder": conflict.holder, "place": place}
+    lock_waiting.send(sender=conflict.task, task_id=call.task_id, **details)
+
+
+def _see_to_lock(app: Celery, order: Order, found: Found) -> None:
+    """See to a lock that nobody is going to release."""
+    call = order.call
+    if found.holder is None:  # it came free meanwhile, and others stand before this call
+        with suppress(SetnxError):  # a sweep sees to it
+            let_the_line_go_on(app, call.task, call.key)
+    elif found.holder.state == "resting":  # its release has woken nobody
+        wake(app, Heir(call.task_id, order.message, remaining_s(found) or 0.0), call.key)
 
 
 def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:
