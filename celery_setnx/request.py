@@ -42,7 +42,7 @@ from celery_setnx.run.park import remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
 from celery_setnx.run.sweep import look_soon, see_to_sweeps
 from celery_setnx.signals import lock_released
-from celery_setnx.wording import shortened
+from celery_setnx.wording import shortened, unstopped
 
 logger = Log("celery_setnx")
 _PID_MAX = 2**22
@@ -133,7 +133,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
             logger.warning(
                 "%s waits on: the process that has parked it has died (%s).",
                 self.call,
-                error,
+                unstopped(error),
                 extra=fields(of=self.call),
             )
             error = Waits("it waits on", 0.0)
@@ -422,8 +422,8 @@ def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
         headers = message.headers or {}
         ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
-        text = "A message of %s was thrown away; its mark and its place lapse by themselves: %r"
-        logger.warning(text, _named(message), error)
+        text = "A message of %s was thrown away; its mark and its place lapse by themselves: %s"
+        logger.warning(text, _named(message), repr(error))
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]

@@ -210,8 +210,8 @@ class Ends:
         except LockUnavailable:
             self._ended.append(ended)
         except Exception as error:  # noqa: BLE001 - such as a name that the server's protocol cannot have
-            text = "%s has ended; its lock, mark and place are not freed, and lapse by themselves: %r"
-            logger.warning(text, ended.call, error, extra=fields(of=ended.call))
+            text = "%s has ended; its lock, mark and place are not freed, and lapse by themselves: %s"
+            logger.warning(text, ended.call, repr(error), extra=fields(of=ended.call))
 
     def _free_retries(self) -> None:
         for request, until in list(self._retries.items()):
