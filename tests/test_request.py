@@ -70,8 +70,7 @@ def test_retry_of_which_nothing_can_be_asked_is_no_others_business(caplog):
     """A callable key may raise anything: it is said once, and the next one is freed."""
     ends, freed = Ends(), threading.Event()
     odd, other = (Delivery(None) for _ in range(2))
-    odd.attempt_before_runs, odd.free_held = raising(ZeroDivisionError), raising(ZeroDivisionError)
-    other.attempt_before_runs, other.free_held = (lambda: False), freed.set
+    odd.free_held, other.free_held = raising(ZeroDivisionError), lambda at_last: freed.set() or True
     for each in (odd, other):
         each.call = Call("t", "id-1", key="t:{t}")
         ends.free_retry(each)

@@ -345,7 +345,7 @@ def not_taken_back(task: Task, call: Call, error: Exception, reason: str) -> NoR
     logger.error(
         text,
         call,
-        error,
+        unstopped(error),
         reason,
         "is delivered again" if is_delivered_again else "fails",
         extra=fields(of=call),
@@ -407,7 +407,7 @@ def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
         logger.warning(
             "%s goes on, though it may have ended: its result is not known (%s).",
             call,
-            error,
+            unstopped(error),
             extra=fields(of=call),
         )
         return {}

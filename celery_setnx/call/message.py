@@ -129,6 +129,11 @@ class Call(NamedTuple):
         return self.copy != ORIGINAL
 
     @property
+    def may_have_twin(self) -> bool:
+        """Whether another message, or another delivery, of its attempt may start it or have started it."""
+        return self.is_woken or self.again
+
+    @property
     def shares_id(self) -> bool:
         """Whether other calls may be given its task id, because its publisher has made that up."""
         return not has_random_id(self.task_id)

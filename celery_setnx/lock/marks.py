@@ -115,13 +115,6 @@ def forget_done(client: redis.Redis, failures: Sequence[Failure]) -> LockUnavail
     return _first_error(FORGET.many(client, calls))
 
 
-def forget_each(
-    client: redis.Redis, successes: Sequence[tuple[str, str]]
-) -> list[bool | LockUnavailable | LockRefused]:
-    """Forget by hand that runs, by key and token, have succeeded: for each whether it counted until now."""
-    return if_same(client, [IfSame((done_name(key),), (token,)) for key, token in successes])
-
-
 def extend_all(
     client: redis.Redis, marks: Sequence[Mark], leases: Sequence[float]
 ) -> LockUnavailable | LockRefused | None:

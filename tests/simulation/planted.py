@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from celery_setnx import request
-from celery_setnx.call import ended, fanout, guard, wake
+from celery_setnx.call import ended, guard, marking, wake
 from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
 from celery_setnx.lock.record import ORIGINAL
@@ -251,20 +251,20 @@ def started_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def marks_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marks of a fan-out last for the queue lease before its messages are sent."""
-    marked = fanout.FanningOut._marked
+    """Marks last for the queue lease before their messages are sent."""
+    take = marking.Marking.take
 
-    def extending(of: fanout.FanningOut, batch: Any, lease: float) -> Any:
-        fresh = marked(of, batch, lease)
-        of._extend(fresh, lease)
-        return fresh
+    def extending(of: marking.Marking, batch: Any) -> Any:
+        found = take(of, batch)
+        of._extend(of._taken)
+        return found
 
-    monkeypatch.setattr(fanout.FanningOut, "_marked", extending)
+    monkeypatch.setattr(marking.Marking, "take", extending)
 
 
 def unsent_stay_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of a fan-out that the broker has not taken stays marked."""
-    monkeypatch.setattr(fanout.FanningOut, "_free", lambda *_args: None)
+    """A call that the broker has not taken stays marked."""
+    monkeypatch.setattr(marking, "free_unless_away", lambda *_args: None)
 
 
 def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
