@@ -18,6 +18,7 @@ from celery.signals import import_modules
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.arrived import keep_arrived
+from celery_setnx.call.back import ComesBack, Dropped, Waits
 from celery_setnx.call.binding import (
     REQUEST,
     has_run,
@@ -439,7 +440,7 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
         attempt = Attempt(task, _guard_of(task), task.request, own_args, kwargs)
-        return run(attempt, lambda: has_run(task.name, function(*args, **kwargs)))
+        return _ended(attempt, lambda: has_run(task.name, function(*args, **kwargs)))
 
     setattr(guarded, DECORATED, own)
     return guarded
@@ -471,7 +472,15 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
         given, named = begin(args, kwargs) if isinstance(begin, partial) else (args, kwargs)
         return has_run(task.name, following(*given, **named))
 
-    return run(attempt, body)
+    return _ended(attempt, body)
+
+
+def _ended(attempt: Attempt, body: Callable[[], Any]) -> Any:
+    """What the attempt ends with. What is no error has no traceback: Celery would write it out for nobody."""
+    try:
+        return run(attempt, body)
+    except (Waits, Dropped, ComesBack) as ours:
+        raise ours.with_traceback(None) from None
 
 
 def _as_body_begins(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
