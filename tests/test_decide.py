@@ -1,7 +1,7 @@
 """What a delivery does next: every combination of facts, and every answer to each question."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import product
 from typing import Any, get_args
 
@@ -108,6 +108,10 @@ ENDS: dict[End, Callable[[Facts], Any]] = {
 }
 
 
+def with_answer(facts: Facts, answer: Mapping[str, Any]) -> Facts:
+    return Facts(**{**vars(facts), **answer})
+
+
 def ends_of(facts: Facts, asked: tuple[Ask, ...] = ()) -> Iterator[tuple[Facts, End]]:
     """How a delivery may end, whatever is answered; the lock is tried for once more, at most."""
     step = decide(facts)
@@ -124,7 +128,7 @@ def ends_of(facts: Facts, asked: tuple[Ask, ...] = ()) -> Iterator[tuple[Facts, 
         "begun": False,
     }
     for answer in [{**fresh, **told} for told in ACQUISITIONS] if step is Ask.ACQUIRE else ANSWERS[step]:
-        after = facts._replace(**answer)
+        after = with_answer(facts, answer)
         if step is not Ask.ACQUIRE and decide(after) is Ask.ACQUIRE and facts.answer is not None:
             continue  # what follows is what follows the first
         yield from ends_of(after, () if step is Ask.ACQUIRE else (*asked, step))
@@ -148,7 +152,7 @@ def facts_on_the_way(facts: Facts) -> Iterator[Facts]:
     step = decide(facts)
     if isinstance(step, Ask) and not (step is Ask.ACQUIRE and facts.answer is not None):
         for answer in ACQUISITIONS if step is Ask.ACQUIRE else ANSWERS[step]:
-            after = facts._replace(**answer)
+            after = with_answer(facts, answer)
             yield from facts_on_the_way(after) if after.answer is not None or facts.answer is None else ()
 
 

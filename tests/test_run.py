@@ -166,9 +166,11 @@ def test_call_that_nobody_asked_is_no_duplicate_of_one_that_has_run(task, locks,
     other = Mark(KEY, uuid.uuid4().hex)
     mark_all(locks, [other], dedupe="until_started", lease=600)
     run = run_of(task)
-    assert run._mark().is_queued
+    run._mark()
+    assert run.facts.is_queued
     task.backend.mark_as_done(other.task_id, "result")
-    assert not run._mark().is_queued
+    run._mark()
+    assert not run.facts.is_queued
     assert locks.get(other.name) == task.request.id
 
 

@@ -62,8 +62,8 @@ _AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
 class Attempt:
     """One delivery of one call.
 
-    `decide` names the next step. A question adds to `facts`, and an end is the last step. Each step is a
-    method with the name that it has in `Ask` or `End`.
+    `decide` names the next step. A question notes its answer in `facts`, and an end is the last step. Each
+    step is a method with the name that it has in `Ask` or `End`.
     """
 
     conflict: Conflict
@@ -118,7 +118,7 @@ class Attempt:
         """The body's result, or what the call ends with instead."""
         self.body = body
         while isinstance(step := decide(self.facts), Ask):
-            self.facts = getattr(self, f"_{step.name.lower()}")()
+            getattr(self, f"_{step.name.lower()}")()
         return getattr(self, f"_{step.name.lower()}")()
 
     def send(self, signal: Signal, **details: Any) -> None:
@@ -213,9 +213,9 @@ class Attempt:
             looks_again=bool(has_waited and not call.asked and task.acks_late and not options.hold_on_retry),
         )
 
-    # Questions: each returns the facts with its answer.
+    # Questions: each notes its answer in the facts.
 
-    def _ask_joined(self) -> Facts:
+    def _ask_joined(self) -> None:
         """The stored end of the joined call."""
 
         def ask() -> Any:
@@ -228,62 +228,57 @@ class Attempt:
             return end
 
         self.joined_end = self.patiently(ask, UNSET) if self.held is None else ask()
-        return self.facts._replace(joined=self.joined_end is not UNSET)
+        self.facts.joined = self.joined_end is not UNSET
 
-    def _acquire(self) -> Facts:
-        outcome = self._ask_until_parked()
-        facts = self.facts._replace(
-            policy=_named(self._policy), freed=None, ended=None, announced=False, is_queued=None, place=None
-        )
+    def _acquire(self) -> None:
+        outcome, facts = self._ask_until_parked(), self.facts
+        facts.policy, facts.announced = _named(self._policy), False
+        facts.freed = facts.ended = facts.is_queued = facts.place = None
         if outcome is None:
-            return facts._replace(answer="unguarded")
+            facts.answer = "unguarded"
+            return
         self.outcome, self.held = outcome, outcome.lock
-        if outcome.stale:
-            return facts._replace(answer="stale")
-        facts = facts._replace(may_have_ended=facts.again or self._may_have_twin())
-        if self.held is not None:
+        facts.answer = "stale" if outcome.stale else "held" if self.held is None else "acquired"
+        facts.may_have_ended = facts.again or self._may_have_twin()
+        facts.is_over = self._is_over(0.0 if self.held is None else _LATE_S)
+        if facts.answer == "acquired":
             self.acquired_at = self.lock.clock()
             self.keeps_mark = facts.again and outcome.mark == self.call.task_id
-            looks_again = facts.looks_again and outcome.taken_over_from is None
-            return facts._replace(
-                answer="acquired", joined=None, is_over=self._is_over(_LATE_S), looks_again=looks_again
-            )
-        holder = cast("Holder", outcome.holder)
-        return facts._replace(
-            answer="held",
-            is_paced=outcome.paced,
-            is_same=holder.task_id == self.call.task_id,
-            is_own=is_own(self.call, holder),
-            runs=holder.state == "running",
-            is_held_back="held_for_retry" in self._others().values(),
-            is_over=self._is_over(),
-        )
+            facts.looks_again &= outcome.taken_over_from is None
+            facts.joined = None
+        elif facts.answer == "held":
+            holder = cast("Holder", outcome.holder)
+            facts.is_paced, facts.runs = outcome.paced, holder.state == "running"
+            facts.is_same = holder.task_id == self.call.task_id
+            facts.is_own = is_own(self.call, holder)
+            facts.is_held_back = "held_for_retry" in self._others().values()
 
-    def _rename(self) -> Facts:
+    def _rename(self) -> None:
         """The call with this task id has begun long ago. This is a new one, which has no ticket yet."""
         self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
-        return self.facts._replace(answer=None, may_be_new=False, asks_queued=False)
+        self.facts.answer = None
+        self.facts.may_be_new = self.facts.asks_queued = False
 
-    def _free_held(self) -> Facts:
+    def _free_held(self) -> None:
         others = self._others()
-        freed = any(self._frees(others[other], other) for other in others)
-        return self.facts._replace(freed=freed)
+        self.facts.freed = any(self._frees(others[other], other) for other in others)
 
-    def _ask_ended(self) -> Facts:
+    def _ask_ended(self) -> None:
         """Whether the attempt has ended before. That its lock was released does not tell."""
         stored = self._success_before()
         if stored is not None:
             is_counted_once = self.request.chord and counts_once(self.task.backend)
             self._stored, self._why_dropped = stored, "it has succeeded before"
-            return self.facts._replace(ended="stored" if is_counted_once else "noted")
+            self.facts.ended = "stored" if is_counted_once else "noted"
+            return
         receipt = receipt_of(self.guard, self.call) if self.facts.again else None
         # A chord counts its member before the receipt is written.
         has_ended = receipt and self.patiently(partial(has_receipt, self.lock.client, receipt), False)
         if has_ended:
             self._why_dropped = "it has ended before"
-        return self.facts._replace(ended="noted" if has_ended else "no")
+        self.facts.ended = "noted" if has_ended else "no"
 
-    def _mark(self) -> Facts:
+    def _mark(self) -> None:
         """Mark the key as a publisher does, or find the queued call that it duplicates.
 
         Beat publishes a task that it has not imported without asking: else every tick would wait, and run.
@@ -299,9 +294,9 @@ class Attempt:
         self._queued_as = found.task_id if is_queued else None
         if isinstance(found, Marked) and not is_queued:  # without an answer it waits all the same
             self.call = self.call._replace(marked=True)
-        return self.facts._replace(is_queued=is_queued)
+        self.facts.is_queued = is_queued
 
-    def _announce(self) -> Facts:
+    def _announce(self) -> None:
         """Send `lock_conflict`; a call that joins chooses whose result it ends with."""
         call, outcome, facts = self.call, self.outcome, self.facts
         if self.options.on_conflict == "join" and not facts.is_eager:
@@ -312,19 +307,17 @@ class Attempt:
         conflict = Conflict(self.task, call._replace(since=since), self.options, outcome, queued_as)
         conflict.tell(policy=facts.announced_policy)
         self.conflict = conflict
-        joins = self.options.on_conflict == "join" and call.join is not None
-        return facts._replace(announced=True, joins=joins)
+        facts.announced, facts.joins = True, self.options.on_conflict == "join" and call.join is not None
 
-    def _ask_line(self) -> Facts:
+    def _ask_line(self) -> None:
         self.conflict.check_base()
-        return self.facts._replace(may_stand=may_stand_in_line(self.task, self.conflict.call))
+        self.facts.may_stand = may_stand_in_line(self.task, self.conflict.call)
 
-    def _park(self) -> Facts:
-        place, self._waits = park(self.conflict)
-        self.has_parked = self.has_parked or place == "turn"
-        return self.facts._replace(place=place)
+    def _park(self) -> None:
+        self.facts.place, self._waits = park(self.conflict)
+        self.has_parked = self.has_parked or self.facts.place == "turn"
 
-    def _ask_done(self) -> Facts:
+    def _ask_done(self) -> None:
         """Whether the same call has succeeded within `dedupe_for`.
 
         Asked under the lock, because the release notes the success.
@@ -336,9 +329,9 @@ class Attempt:
                 f"{self.lock.name} had been held for too long when Redis said that the call is to run"
             )
         self._done = done
-        return self.facts._replace(is_done=done not in (None, self.call.task_id))
+        self.facts.is_done = done not in (None, self.call.task_id)
 
-    def _begin(self) -> Facts:
+    def _begin(self) -> None:
         held, outcome, call = cast("HeldLock", self.held), self.outcome, self.call
         self.request.setnx_lock = held
         waited_s = self.waited_s()
@@ -352,7 +345,7 @@ class Attempt:
             logger.info(text, self, waited_s, held.key, extra=fields("woken", call))
             self.send(lock_woken, waited_s=waited_s)
         self.send(lock_acquired, fence=held.fence, waited_s=waited_s)
-        return self.facts._replace(begun=True)
+        self.facts.begun = True
 
     # Ends: each returns the call's result, or raises.
 
@@ -402,7 +395,7 @@ class Attempt:
         try:
             return self._policy(self.conflict)
         except WaitInLine:
-            self.facts = self.facts._replace(policy="wait")
+            self.facts.policy = "wait"
             return self.decided(self.body)
 
     def _fail(self) -> NoReturn:

@@ -7,6 +7,7 @@ holds. docs/how-it-works.md shows these rules as tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -50,7 +51,8 @@ class End(Enum):
     DROP = "drop the message"
 
 
-class Facts(NamedTuple):
+@dataclass
+class Facts:
     """What is known of a delivery; None of what nobody has asked yet."""
 
     policy: Policy  # what `on_conflict` says, with `auto` decided

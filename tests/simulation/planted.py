@@ -130,9 +130,13 @@ def late_command(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, verbs.ACQUIRE, "(is_begun or begun_by == '' and is_first)", "is_begun")
 
 
+def _learn_of_no_end(of: attempt.Attempt) -> None:
+    of.facts.ended = "no"
+
+
 def backend_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is delivered again does not ask whether it has ended."""
-    monkeypatch.setattr(attempt.Attempt, "_ask_ended", lambda of: of.facts._replace(ended="no"))
+    monkeypatch.setattr(attempt.Attempt, "_ask_ended", _learn_of_no_end)
 
 
 def no_timed_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,13 +291,14 @@ def success_asked_early(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back, ask_ended = run._given_back, attempt.Attempt._ask_ended
 
     def asking(of: attempt.Attempt, body: Any) -> Any:
-        ended = ask_ended(of).ended
+        ask_ended(of)
+        ended = of.facts.ended
         if ended == "no":
             return given_back(of, body)
         return of._end_as_stored() if ended == "stored" else of._drop()
 
     monkeypatch.setattr(run, "_given_back", asking)
-    monkeypatch.setattr(attempt.Attempt, "_ask_ended", lambda of: of.facts._replace(ended="no"))
+    monkeypatch.setattr(attempt.Attempt, "_ask_ended", _learn_of_no_end)
 
 
 def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
