@@ -193,25 +193,22 @@ class Attempt:
         is_again = call.again or (task.acks_late and not tells_redelivery(task.app))
         has_waited = call.again and call.waits and not call.is_woken
         is_done_asked = call.unasked or call.marked is True  # else something waits for it, and it runs
-        return Facts(
-            policy=_named(self._policy),
-            again=bool(is_again and not request.is_eager),
-            has_begun=bool(call.again or request.retries),
-            may_be_new=call.bare and not call.again,
-            is_eager=bool(request.is_eager),
-            joins=options.on_conflict == "join" and call.join is not None,
-            asks_queued=bool(
-                options.dedupe == "until_started" and call.bare and not (is_awaited or request.is_eager)
-            ),
-            asks_done=bool(
-                options.dedupe_for
-                and is_done_asked
-                and not (request.callbacks or request.errbacks or request.retries or request.is_eager)
-            ),
-            # A message that is acknowledged early has no twin: it has waited for the attempt before it. And a
-            # lock that was held for it stays: given back here, it would be free for all.
-            looks_again=bool(has_waited and not call.asked and task.acks_late and not options.hold_on_retry),
+        is_linked = request.callbacks or request.errbacks or request.retries
+        facts, is_eager = Facts(_named(self._policy)), bool(request.is_eager)
+        facts.is_eager, facts.again = is_eager, bool(is_again and not is_eager)
+        facts.has_begun = bool(call.again or request.retries)
+        facts.may_be_new = call.bare and not call.again
+        facts.joins = options.on_conflict == "join" and call.join is not None
+        if options.dedupe == "until_started":
+            facts.asks_queued = call.bare and not (is_awaited or is_eager)
+        if options.dedupe_for:
+            facts.asks_done = is_done_asked and not (is_linked or is_eager)
+        # A message that is acknowledged early has no twin: it has waited for the attempt before it. And a
+        # lock that was held for it stays: given back here, it would be free for all.
+        facts.looks_again = bool(
+            has_waited and not call.asked and task.acks_late and not options.hold_on_retry
         )
+        return facts
 
     # Questions: each notes its answer in the facts.
 

@@ -7,7 +7,6 @@ holds. docs/how-it-works.md shows these rules as tables.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -51,7 +50,6 @@ class End(Enum):
     DROP = "drop the message"
 
 
-@dataclass
 class Facts:
     """What is known of a delivery; None of what nobody has asked yet."""
 
@@ -81,6 +79,9 @@ class Facts:
     place: Literal["stale", "taken", "turn", "waits"] | None = None  # what parking has found
     is_done: bool | None = None  # whether the same call has succeeded
     begun: bool = False  # its lease is renewed
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
 
     @property
     def may_be_its_start(self) -> bool:
