@@ -17,7 +17,7 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.wake import let_the_line_go_on
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
-from celery_setnx.lock.marks import Mark, Marked, grace_s
+from celery_setnx.lock.marks import Mark, Marked, extend, grace_s
 from celery_setnx.log import say_loudly
 from celery_setnx.options import Options
 
@@ -83,6 +83,12 @@ class Marking:
             self._say(error, "was not sent")
 
     def _extend(self, marks: Sequence[Mark]) -> None:
+        """Keep marks for the lease. Nobody waits for the reply about a single one."""
+        client, ask = client_for(self._guard.app), partial(self._ask_to_extend, marks)
+        if len(marks) != 1 or not extend(client, marks[0], self._lease, failed=ask):
+            ask()
+
+    def _ask_to_extend(self, marks: Sequence[Mark]) -> None:
         if marks and (error := extend_unless_away(client_for(self._guard.app), marks, self._lease)):
             self._say(error, "was sent")
 
