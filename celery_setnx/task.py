@@ -158,7 +158,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         """The guard by the options as they are now; None of a task of Celery's own."""
         app, cls = self._get_app(), type(self)
         settled = cls._settled_as
-        if settled is None or settled.state is not configured(app) or settled.sources != _sources(cls):
+        if settled is None or settled.state is not configured(app) or settled.sources != _layers(cls):
             settled = cls._settle(app)
         if settled.refusal is not None:
             raise OptionError(settled.refusal)
@@ -558,10 +558,13 @@ def _names_of(task: type[SingletonTask], app: Celery) -> list[str]:
 
 
 def _sources(task: type[SingletonTask]) -> list[Any]:
-    """What a task has its options from; copies, as any of it may be changed later."""
-    layers = [vars(base).get("singleton") for base in task.__mro__]
-    copies = [dict(layer) if isinstance(layer, Mapping) else layer for layer in layers]
-    return [*copies, task.ignore_result]
+    """What a task has its options from, as it is now: copies, as any of it may be changed later."""
+    return [dict(layer) if isinstance(layer, Mapping) else layer for layer in _layers(task)]
+
+
+def _layers(task: type[SingletonTask]) -> list[Any]:
+    """The same, which is equal for as long as nothing is changed; asked with each call."""
+    return [*[vars(base).get("singleton") for base in task.__mro__], task.ignore_result]
 
 
 def _settled_or_refused(name: str, settle: Callable[[], Guard | None]) -> tuple[Guard | None, str | None]:
