@@ -73,7 +73,7 @@ class Call(NamedTuple):
         except SoftTimeLimitExceeded:  # of the task that is running: it says nothing of its header
             raise
         except Exception as error:  # noqa: BLE001 - numbers, nesting, sizes, types: no list of them is complete
-            text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
+            text = "The header %r of %s is ignored: %s Its key is computed from its arguments."
             logger.warning(text, HEADER, plain, error, extra=fields(of=plain))
             return plain
         if of != attempt:  # Celery hands a retry the headers of the attempt before

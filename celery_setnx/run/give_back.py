@@ -169,8 +169,8 @@ def _release_or_hold(attempt: Attempt, held: HeldLock, fate: _Fate) -> Released:
     except Exception as error:  # noqa: BLE001 - see below
         # Under eventlet a greenlet that is killed while it reads may get the event of that read here, once
         # more. A second release does no harm.
-        text = "%s gives its lock %s back once more, after %r"
-        logger.info(text, attempt, held.key, error, extra=fields(of=attempt.call))
+        text = "%s gives its lock %s back once more, after %s"
+        logger.info(text, attempt, held.key, repr(error), extra=fields(of=attempt.call))
         return release_or_hold()
 
 
