@@ -469,16 +469,17 @@ def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, proxy, lock
     assert "was sent, but its mark" in warning.getMessage()
 
 
-def publish_twice(task: Any) -> None:
-    """From now on its publisher takes the server to know the scripts."""
-    task.delay("once")
-    task.delay("twice")
+def publish(task: Any, locks: redis.Redis, *names: str) -> None:
+    """Publish calls one after another, each once the server has kept the mark of the one before."""
+    for name in names:
+        task.delay(name)
+        wait_until(lambda: locks.pttl(mark_of(task, name)) > GRACE_S * 1000, "its mark is kept")
 
 
 def test_publisher_does_not_wait_for_the_reply_to_its_marks_extension(apps, proxy, locks):
     """The reply is held back until it has published another call; each has its mark for the queue lease."""
     task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
-    publish_twice(task)
+    publish(task, locks, "once", "twice")  # from now on the server is taken to know the scripts
     has_published = Event()
     held_back = {"containing": IF_SAME.sha.encode(), "meanwhile": lambda: has_published.wait(60)}
     with proxy.fault("delay_reply", **held_back) as fault:
@@ -502,13 +503,13 @@ def test_mark_is_extended_though_the_server_has_forgotten_the_script(apps, locks
 def test_extension_that_is_refused_is_made_with_the_next_call(apps, proxy, locks, caplog):
     """Or a warning says that the mark lapses early."""
     task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
-    publish_twice(task)
+    publish(task, locks, "once", "twice")  # from now on the server is taken to know the scripts
     refused = {"containing": IF_SAME.sha.encode(), "reply": b"-READONLY a replica\r\n"}
     for name, times in (("a", 1), ("b", 2)):
         with proxy.fault("answer", **refused, times=times):
             task.delay(name)
             assert locks.pttl(mark_of(task, name)) <= GRACE_S * 1000
-            task.delay(f"after {name}")
+            publish(task, locks, f"after {name}")
     assert locks.pttl(mark_of(task, "a")) > GRACE_S * 1000
     assert locks.pttl(mark_of(task, "b")) <= GRACE_S * 1000
     (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
