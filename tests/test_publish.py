@@ -5,6 +5,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -469,11 +470,15 @@ def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, proxy, lock
     assert "was sent, but its mark" in warning.getMessage()
 
 
+def _is_kept(locks: redis.Redis, mark: str) -> bool:
+    return locks.pttl(mark) > GRACE_S * 1000
+
+
 def publish(task: Any, locks: redis.Redis, *names: str) -> None:
     """Publish calls one after another, each once the server has kept the mark of the one before."""
     for name in names:
         task.delay(name)
-        wait_until(lambda: locks.pttl(mark_of(task, name)) > GRACE_S * 1000, "its mark is kept")
+        wait_until(partial(_is_kept, locks, mark_of(task, name)), "its mark is kept")
 
 
 def test_publisher_does_not_wait_for_the_reply_to_its_marks_extension(apps, proxy, locks):
