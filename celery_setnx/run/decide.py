@@ -193,4 +193,7 @@ RULES: Mapping[Answer | None, tuple[Rule, ...]] = {
 
 def decide(facts: Facts) -> Ask | End:
     """The next step of a delivery."""
-    return next(rule.then for rule in RULES[facts.answer] if rule.applies(facts))
+    rules, place = RULES[facts.answer], 0
+    while not rules[place].applies(facts):
+        place += 1
+    return rules[place].then
