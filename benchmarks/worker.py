@@ -9,6 +9,7 @@ disturbs a machine for a second should disturb all of them. Until the last task 
 
 - CPU: what all processes of the worker use, as the kernel counts it in nanoseconds, per task;
 - rate: tasks per second in the same slices;
+- what a way adds to plain Celery, in CPU and in wall time: the same figures less those of plain Celery;
 - CPU with publication: the first, and what the publisher has used, per task.
 
 Broker and locks are two databases of one server, as in small deployments. The arguments of all calls differ,
@@ -39,6 +40,7 @@ import redis
 from benchmarks.figures import Promise, Samples, Table, command
 from benchmarks.peers import new_clients
 from benchmarks.workerapp import (
+    BARE,
     BROKER_URL,
     COUNT,
     LOCK_URL,
@@ -61,6 +63,7 @@ BROKER_DB, LOCK_DB, HIDDEN_DB = 0, 1, 2
 DEADLINE_S = 120.0
 
 CPU_OF_PLAIN = 1.12
+ADDS_OF_BARE = 2.0
 RATE_OF_PEERS = 1.0
 
 
@@ -202,7 +205,7 @@ def _cpu_s_of(pid: int) -> float:
 
 
 def measure(rounds: int, quick: bool) -> Iterator[Table]:
-    """Three tables for each pool."""
+    """Five tables for each pool."""
     slices, tasks = (QUICK_SLICES, QUICK_TASKS) if quick else (SLICES, TASKS)
     about = f"{slices} x {tasks} tasks that do nothing, in each round."
     with EmbeddedServer() as server:
@@ -211,8 +214,12 @@ def measure(rounds: int, quick: bool) -> Iterator[Table]:
                 taken = taken_by(bench, rounds, slices, tasks)
             cpu = folded(taken, lambda of: statistics.fmean(one.worker for one in of))
             rate = folded(taken, lambda of: 1000 / statistics.fmean(one.wall for one in of))
+            wall = folded(taken, lambda of: statistics.fmean(one.wall for one in of))
             both = folded(taken, lambda of: statistics.fmean(one.worker + one.publisher for one in of))
             yield Table(f"worker, {pool}: CPU per task", "ms", cpu, PLAIN, promises_of_cpu(), about)
+            promise = (Promise(OURS, ADDS_OF_BARE, to=BARE),)
+            for what, all_of in ("CPU", cpu), ("wall time", wall):
+                yield Table(f"worker, {pool}: added {what}", "ms", added(all_of), BARE, promise, about)
             yield Table(f"worker, {pool}: rate", "tasks/s", rate, PLAIN, promises_of_rate(), about)
             yield Table(f"worker, {pool}: CPU per task with its publication", "ms", both, PLAIN, about=about)
 
@@ -239,6 +246,15 @@ def taken_by(bench: Bench, rounds: int, slices: int, tasks: int) -> Taken:
 def folded(taken: Taken, figure: Callable[[Sequence[Slice]], float]) -> Samples:
     """For each way one figure a round."""
     return {name: [figure(of_round) for of_round in rounds] for name, rounds in taken.items()}
+
+
+def added(samples: Samples) -> Samples:
+    """For each way what a task of it takes beyond one of plain Celery, in each round."""
+    return {
+        name: [one - plain for one, plain in zip(figures, samples[PLAIN])]
+        for name, figures in samples.items()
+        if name != PLAIN
+    }
 
 
 def promises_of_cpu() -> tuple[Promise, ...]:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from datetime import datetime, timedelta, timezone
 from itertools import chain
 from types import FrameType
@@ -55,6 +56,9 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
 _US = timedelta(microseconds=1)
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _PACK = HiredisRespSerializer.pack.__code__
+
+_at_work: ContextVar[HotStandby | None] = ContextVar("_at_work", default=None)
+"""The scheduler of which a tick goes on, or was interrupted by the signal whose handler asks."""
 
 _TICK, _RECALL = Script("tick"), Script("recall")
 
@@ -178,7 +182,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
     def close(self) -> None:
         """Close the scheduler, then let another lead at once; amid a tick, note that it is to end."""
         self._is_to_end = True
-        if self._is_at_work():
+        if _at_work.get() is self:
             return  # a signal: the loop ends now, or when this tick has, and closes
         try:
             if not self._is_closed:
@@ -189,20 +193,13 @@ class HotStandby(Scheduler):  # type: ignore[misc]
 
     def _undisturbed(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do what the scheduler must not be closed under; an exit that may not be raised is noted."""
+        context = copy_context()  # which ends with the act, wherever a signal strikes
+        context.run(_at_work.set, self)
         with _noted_exits(self._note_end):
-            return act(*args, **kwargs)
+            return context.run(act, *args, **kwargs)
 
     def _note_end(self) -> None:
         self._is_to_end = True
-
-    def _is_at_work(self) -> bool:
-        """True if what is not to be disturbed has been interrupted. No flag, which could be left behind."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code is HotStandby._undisturbed.__code__ and frame.f_locals["self"] is self:
-                return True
-            frame = frame.f_back
-        return False
 
     def _now(self) -> datetime:
         held = self._leads_by

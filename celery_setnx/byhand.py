@@ -6,9 +6,10 @@ nor refuses: to ask is the page's business, or the program's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import redis
 from celery import Celery
 
 from celery_setnx.call.wake import look_within
@@ -93,26 +94,25 @@ def release(app: Celery, seen: Sighting, *, by: str) -> bool:
         LockUnavailable: Redis did not answer; it may be released all the same.
         LockRefused: Redis refuses a command.
     """
-    with _told_as_ours(seen.key):
-        dropped = drop_of_holder(app, seen)
-    if dropped is not None:
-        tell(app, dropped, by)
-    let_others_go_on(app, seen)
-    return dropped is not None
+    released, _ = release_each(app, [seen], by=by)
+    return bool(released)
 
 
-def drop_of_holder(app: Celery, seen: Sighting) -> Sighting | None:
-    """Delete a lock, however often its holder renews it: what was deleted; None if it is another's."""
-    client, now = client_for(app), seen
-    for _ in range(1 + _RENEWALS):
-        if survey.drop(client, now):
-            return now
-        again = look_at(client, seen.key).of_each()
-        same = next((one for one in again if _is_same(one, seen)), None)
-        if same is None:
-            break
-        now = same
-    return None
+def release_each(
+    app: Celery, chosen: Sequence[Sighting], *, by: str, renewed: bool = True
+) -> tuple[list[Sighting], bool]:
+    """Release permits of one lock, as `release` does: those that are released, and whether its line goes on.
+
+    Unless `renewed` only those that nobody has renewed since.
+    """
+    released = []
+    for seen in chosen:
+        with _told_as_ours(seen.key):
+            dropped = _drop(client_for(app), seen, renewals=_RENEWALS if renewed else 0)
+        if dropped is not None:
+            _tell(app, dropped, by)
+            released.append(dropped)
+    return released, let_others_go_on(app, chosen[0])
 
 
 def let_others_go_on(app: Celery, seen: Sighting) -> bool:
@@ -126,6 +126,17 @@ def let_others_go_on(app: Celery, seen: Sighting) -> bool:
     return bool(waits and look_within(app, seen.task, seen.key, 0.0).epoch)
 
 
+def _drop(client: redis.Redis, seen: Sighting, *, renewals: int) -> Sighting | None:
+    """Delete a lock, though its holder renews it: what was deleted; None if it is another's."""
+    if survey.drop(client, seen):
+        return seen
+    if not renewals:
+        return None
+    each = look_at(client, seen.key).of_each()
+    same = next((one for one in each if _is_same(one, seen)), None)
+    return same and _drop(client, same, renewals=renewals - 1)
+
+
 def _is_same(one: Sighting, seen: Sighting) -> bool:
     """Whether a permit has the holder that was seen. A foreign one is known by nothing but its value."""
     a, b = one.holder, seen.holder
@@ -134,7 +145,7 @@ def _is_same(one: Sighting, seen: Sighting) -> bool:
     return (a.token, a.state, a.permit) == (b.token, b.state, b.permit)
 
 
-def tell(app: Celery, released: Sighting, by: str) -> None:
+def _tell(app: Celery, released: Sighting, by: str) -> None:
     """Leave a trace of what was released by hand: a log line, and the signal."""
     holder = released.holder
     logger.warning(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from billiard.exceptions import SoftTimeLimitExceeded
 from celery._state import get_current_task
 
-from celery_setnx.wording import printable
+from celery_setnx.wording import printable, quoted
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -49,6 +49,7 @@ class Log(_Adapter):
     """A logger that raises nothing but the time limit of the task in which it is struck.
 
     What cannot be logged is printed on the standard error stream, with the reason. Each record has `fields`.
+    An error is quoted with its full stop: a template has none behind it.
     """
 
     def __init__(self, name: str) -> None:
@@ -58,6 +59,7 @@ class Log(_Adapter):
         """Log it; or have it logged, if this thread must not wait for a handler (see `hand_lines_to`)."""
         if not self.isEnabledFor(level):
             return
+        args = tuple(map(quoted, args))
         kwargs.setdefault("extra", fields())
         hand_over = getattr(_of_thread, "hand_over", None)
         if hand_over is None:

@@ -33,6 +33,7 @@ from celery_setnx.signals import (
     lock_taken_over,
     uniqueness_lapsed,
 )
+from celery_setnx.wording import unstopped
 
 logger = Log("celery_setnx")
 
@@ -156,7 +157,7 @@ def serve(
             try:
                 self.server, _thread = client.start_http_server(port, address, registry=served)
             except OSError as error:
-                logger.error(_NOT_SERVED, address, port, error)
+                logger.error(_NOT_SERVED, address, port, unstopped(error))
                 return
             # A child that outlives its parent must not keep the port.
             os.register_at_fork(after_in_child=self.server.socket.close)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import cached_property, partial, wraps
 from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
-from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from billiard.exceptions import WorkerLostError
 from celery import Celery, bootsteps
 from celery.exceptions import Ignore, Reject, Retry
 from celery.signals import task_received, task_rejected, task_unknown
@@ -21,7 +21,7 @@ from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
-from celery_setnx.call.ended import stored_end
+from celery_setnx.call.ended import DEATHS, stored_end
 from celery_setnx.call.guard import decorated
 from celery_setnx.call.message import HEADER, Call, id_of, retries_of
 from celery_setnx.call.queues import noting_queues, origin_here
@@ -34,20 +34,19 @@ from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, goes_on, leave
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Failure
-from celery_setnx.lock.record import ENDED, ORIGINAL, task_token
+from celery_setnx.lock.record import ENDED, task_token
 from celery_setnx.log import Log, fields
+from celery_setnx.options import Options
 from celery_setnx.run.ends import ends_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.run.park import Parked, remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
 from celery_setnx.run.sweep import look_in, look_soon, see_to_sweeps
 from celery_setnx.signals import lock_released
-from celery_setnx.wording import shortened
+from celery_setnx.wording import shortened, unstopped
 
 logger = Log("celery_setnx")
 _PID_MAX = 2**22
-# What ends a child; `Ends` sees to its lock.
-_DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt, MemoryError)
 # What ends a delivery of ours, and not its call.
 _GOES_ON = (Waits, Dropped, ComesBack)
 
@@ -58,7 +57,7 @@ def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
     An end is noted before Celery acknowledges the message.
     """
 
-    @functools.wraps(on_success)
+    @wraps(on_success)
     def note(self: SingletonRequest, failed__retval__runtime: Any, **kwargs: Any) -> Any:
         failed, retval, _runtime = failed__retval__runtime
         if not failed:
@@ -128,14 +127,14 @@ class SingletonRequest(Request):  # type: ignore[misc]
         Without `return_ok` the child has died, or is about to, or could not begin.
         """
         error = _error_of(exc_info)
-        self._has_returned = return_ok and not isinstance(error, _DEATHS)
+        self._has_returned = return_ok and not isinstance(error, DEATHS)
         if not return_ok:
             ends_of_process().keep(self)
         if isinstance(error, WorkerLostError) and not self._comes_back and self._goes_on():
             logger.warning(
                 "%s waits on: the process that has parked it has died (%s).",
                 self.call,
-                error,
+                unstopped(error),
                 extra=fields(of=self.call),
             )
             error = Waits("it waits on", 0.0)
@@ -150,7 +149,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         """True if this attempt has ended with an error, in a child that lives."""
         if isinstance(error, Reject):
             return not (error.requeue and self.task.acks_late)
-        return not isinstance(error, _DEATHS + _GOES_ON)
+        return not isinstance(error, DEATHS + _GOES_ON)
 
     def _write_receipt(self, error: BaseException | None) -> None:
         """Note that this attempt has ended, if its message may be delivered again and nothing else tells.
@@ -172,7 +171,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         ):
             return
         if (name := receipt_of(guard, self.call)) is not None:
-            keep_s = remember_s(self.app, guard.options_of(self.call.options))
+            keep_s = remember_s(self.app, self._options)
             receipts_of(self.app).write(self.call, name, keep_s)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
@@ -218,22 +217,27 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def _goes_on(self) -> bool:
         """Whether the call of a child that has died waits in line, or another message has started it."""
-        guard, call = self._guard, self.call
-        if guard is None or not guard.options_of(call.options).may_wait:
+        call = self._keyed
+        if call is None or not self._options.may_wait:
             return False
         try:
-            key = call.key or guard.key(self._arguments, call.options)
-            place = call._replace(key=key).place(BEGUN_S)
             with between_forks:
-                return goes_on(quick_client_for(self.app), place, copy=call.copy)
-        except Exception as error:  # noqa: BLE001 - a callable key's, of a message that never ran, or of Redis
+                return goes_on(quick_client_for(self.app), call.place(BEGUN_S), copy=call.copy)
+        except Exception as error:  # noqa: BLE001 - of Redis, or of what a message says
             logger.warning(
                 "%s has died, and whether it waits on is not known: %s", call, error, extra=fields(of=call)
             )
             return False
 
-    def free_held(self) -> None:
-        """Free what a retry has that will not run: the lock that is held for it, its mark and its place."""
+    def free_held(self, *, at_last: bool = False) -> bool:
+        """Free what a retry has that will not run: the lock that is held for it, its mark and its place.
+
+        False while the attempt that has sent it has not ended: only its end holds or marks.
+        """
+        call = self._keyed
+        holders = self._guard.lock(call, self._arguments).holders() if call and not at_last else ()
+        if any(holder.task_id == self.call.task_id and holder.state == "running" for holder in holders):
+            return False
 
         def free(lock: SetnxLock) -> bool:
             self._forget()
@@ -243,11 +247,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
             return freed
 
         self._free(free, "was revoked or has expired before its retry")
-
-    def attempt_before_runs(self) -> bool:
-        """Whether the attempt that has sent this retry has not ended yet: only its end holds or marks."""
-        holders = self._guard.lock(self.call, self._arguments).holders()
-        return any(holder.task_id == self.call.task_id and holder.state == "running" for holder in holders)
+        return True
 
     def _leaves_late(self) -> bool:
         """Whether this message is to be discarded, as revoked or expired, after another has started its call.
@@ -255,7 +255,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         If it is the first, the call leaves the line: before Celery says that it is revoked, because that
         would also be said of a call which has run long ago.
         """
-        if self.call.copy == ORIGINAL or self._guard is None:
+        if self._guard is None or not self.call.is_woken:
             return False
         if self.id not in revoked_tasks and not self._is_expired():
             return False
@@ -269,21 +269,17 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def _forget(self, *, is_sent_again: bool = False, has_died: bool = False) -> None:
         if self._guard is None:
             return
-        call, may_wait = self.call, self._guard.options_of(self.call.options).may_wait
-        if has_died and call.copy == ORIGINAL and not call.redelivered:  # it may have been sent again
+        call, may_wait = self.call, self._options.may_wait
+        if has_died and not call.may_have_twin:
             call = call._replace(copy=ENDED)
         ends_of_process().forget(self.app, call, may_wait=may_wait, is_sent_again=is_sent_again)
 
     def _forget_success(self) -> None:
         """Take back what this run has noted, or may note still: it has failed all the same."""
-        if self._guard is None or not self._guard.options.dedupe_for:
-            return
-        call, limit = self.call, self._guard.options.limit
-        try:
-            key = call.key or self._guard.key(self._arguments, call.options)
-        except Exception:  # noqa: BLE001 - arguments that fit nothing, or cannot be read: it has never run
-            return
-        ends_of_process().take_back(self.app, call, Failure(key, self._token, limit))
+        call = self._keyed
+        if call is not None and self._options.dedupe_for:
+            failure = Failure(call.key, self._token, self._options.limit)
+            ends_of_process().take_back(self.app, call, failure)
 
     @property
     def _token(self) -> str:
@@ -308,7 +304,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         try:
             self._free_now(free, why)
         except SetnxError as error:
-            lease_s = self._guard.options_of(self.call.options).lease
+            lease_s = self._options.lease
             logger.warning(
                 "%s %s, and its lock was not freed: %s That is tried again until its lease of %g s ends it.",
                 self.call,
@@ -317,13 +313,16 @@ class SingletonRequest(Request):  # type: ignore[misc]
                 lease_s,
                 extra=fields(of=self.call),
             )
-            again = functools.partial(self._free_now, free, why)
+            again = partial(self._free_now, free, why)
             keeper_for_process(time.monotonic).try_again(again, time.monotonic() + lease_s)
 
     def _free_now(self, free: Callable[[SetnxLock], bool], why: str) -> None:
         with between_forks:
-            lock = self._guard.lock(self.call, self._arguments)
+            if (call := self._keyed) is None:
+                return
+            lock = self._guard.lock(call, self._arguments)
             freed = free(lock)
+        look_soon(self.app, self.task.name)
         if freed:
             logger.warning(
                 "%s %s; its lock %s is freed.", self.call, why, lock.name, extra=fields("freed", self.call)
@@ -337,6 +336,20 @@ class SingletonRequest(Request):  # type: ignore[misc]
                 outcome="freed",
                 held_s=None,
             )
+
+    @cached_property
+    def _keyed(self) -> Call | None:
+        """The call with the key of its lock; None if it has none: it is plain, or has never run."""
+        guard, call = self._guard, self.call
+        if guard is not None:
+            with suppress(Exception):  # a callable key's, or of arguments that fit nothing
+                return call._replace(key=call.key or guard.key(self._arguments, call.options))
+        return None
+
+    @property
+    def _options(self) -> Options:
+        """Its task's, with those of the call."""
+        return self._guard.options_of(self.call.options)  # type: ignore[no-any-return]
 
     @property
     def _arguments(self) -> Arguments:
@@ -385,7 +398,7 @@ def _let_go(request: Any, **_details: Any) -> None:
     if HEADER not in request.request_dict or is_guarded:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
-    if call.key and (call.copy != ORIGINAL or call.redelivered):  # another message may have started it
+    if call.key and call.may_have_twin:
         logger.warning(
             "%s waits no more: its task is not guarded here. It runs without a lock.",
             call,
@@ -422,8 +435,8 @@ def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
         headers = message.headers or {}
         ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
-        text = "A message of %s was thrown away; its mark and its place lapse by themselves: %r"
-        logger.warning(text, _named(message), error)
+        text = "A message of %s was thrown away; its mark and its place lapse by themselves: %s"
+        logger.warning(text, _named(message), repr(error))
 
 
 class UnreadableMessages(bootsteps.Step):  # type: ignore[misc]

@@ -18,6 +18,7 @@ from celery.signals import import_modules
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.arrived import keep_arrived
+from celery_setnx.call.back import ComesBack, Dropped, Waits
 from celery_setnx.call.binding import (
     REQUEST,
     has_run,
@@ -157,7 +158,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         """The guard by the options as they are now; None of a task of Celery's own."""
         app, cls = self._get_app(), type(self)
         settled = cls._settled_as
-        if settled is None or settled.state is not configured(app) or settled.sources != _sources(cls):
+        if settled is None or settled.state is not configured(app) or settled.sources != _layers(cls):
             settled = cls._settle(app)
         if settled.refusal is not None:
             raise OptionError(settled.refusal)
@@ -439,7 +440,7 @@ def _decorated(function: Any, *, options: Mapping[str, Any]) -> Any:
             return function(*args, **kwargs)
         own_args = args[1:] if _is_bound(type(task)) else args
         attempt = Attempt(task, _guard_of(task), task.request, own_args, kwargs)
-        return run(attempt, lambda: has_run(task.name, function(*args, **kwargs)))
+        return _ended(attempt, lambda: has_run(task.name, function(*args, **kwargs)))
 
     setattr(guarded, DECORATED, own)
     return guarded
@@ -471,7 +472,15 @@ def _in_its_lock(following: Callable[..., Any], task: Any, args: tuple[Any, ...]
         given, named = begin(args, kwargs) if isinstance(begin, partial) else (args, kwargs)
         return has_run(task.name, following(*given, **named))
 
-    return run(attempt, body)
+    return _ended(attempt, body)
+
+
+def _ended(attempt: Attempt, body: Callable[[], Any]) -> Any:
+    """What the attempt ends with. What is no error has no traceback: Celery would write it out for nobody."""
+    try:
+        return run(attempt, body)
+    except (Waits, Dropped, ComesBack) as ours:
+        raise ours.with_traceback(None) from None
 
 
 def _as_body_begins(following: Callable[..., Any], task: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -549,10 +558,13 @@ def _names_of(task: type[SingletonTask], app: Celery) -> list[str]:
 
 
 def _sources(task: type[SingletonTask]) -> list[Any]:
-    """What a task has its options from; copies, as any of it may be changed later."""
-    layers = [vars(base).get("singleton") for base in task.__mro__]
-    copies = [dict(layer) if isinstance(layer, Mapping) else layer for layer in layers]
-    return [*copies, task.ignore_result]
+    """What a task has its options from, as it is now: copies, as any of it may be changed later."""
+    return [dict(layer) if isinstance(layer, Mapping) else layer for layer in _layers(task)]
+
+
+def _layers(task: type[SingletonTask]) -> list[Any]:
+    """The same, which is equal for as long as nothing is changed; asked with each call."""
+    return [*[vars(base).get("singleton") for base in task.__mro__], task.ignore_result]
 
 
 def _settled_or_refused(name: str, settle: Callable[[], Guard | None]) -> tuple[Guard | None, str | None]:

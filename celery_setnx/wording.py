@@ -5,45 +5,11 @@ And how a call is named: by its task, and by what its key was made of.
 
 from __future__ import annotations
 
-import logging
-import re
-
 from billiard.exceptions import SoftTimeLimitExceeded
 
-_DIRECTIVE = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[a-zA-Z]")
-_SENTENCE_ENDS = re.compile(r"$|\s+[A-Z]")
 _STOPS = (".", "?", "!")
 ABOUT = 80
 """Characters in which a call says what its key was made of."""
-
-
-class _Wording(logging.Filter):
-    """Makes what a log line quotes printable, and gives its sentences one full stop each."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Reword what is quoted; the line is always logged, and its template stays: services group by it."""
-        if isinstance(record.args, tuple):
-            text = str(record.msg).replace("%%", "  ")
-            follow = [text[found.end() :] for found in _DIRECTIVE.finditer(text)]
-            # Else, or if an argument has no words, logging itself says what is wrong.
-            if len(follow) == len(record.args):
-                try:
-                    record.args = tuple(map(_quoted, record.args, follow))
-                except SoftTimeLimitExceeded:
-                    raise
-                except Exception:  # noqa: BLE001 - whatever the argument's own words raise
-                    pass
-        return True
-
-
-class _Quoted(str):
-    """Words as `%s` has them; `%r` has the thing's own, which are escaped anyway."""
-
-    __slots__ = ("of",)
-    of: object
-
-    def __repr__(self) -> str:
-        return repr(self.of)
 
 
 def about(said: object) -> str:
@@ -95,18 +61,13 @@ def sentence(error: object) -> str:
     return words if words.endswith(_STOPS) else f"{words}."
 
 
-def _quoted(argument: object, follows: str) -> object:
-    """What a log line quotes, before what follows there."""
+def quoted(argument: object) -> object:
+    """What a log line quotes: printable, and an error as a sentence; a number as it is."""
     if argument is None or isinstance(argument, (int, float)):
         return argument
-    if not isinstance(argument, Exception):
-        words = unstopped(argument) if follows.startswith(".") else printable(str(argument))
-    else:
-        words = sentence(argument) if _SENTENCE_ENDS.match(follows) else unstopped(argument)
-    quoted = _Quoted(words)
-    quoted.of = argument
-    return quoted
-
-
-logging.getLogger("celery_setnx").addFilter(_Wording())
-logging.getLogger("celery_setnx.beat").addFilter(_Wording())
+    try:
+        return sentence(argument) if isinstance(argument, Exception) else printable(str(argument))
+    except SoftTimeLimitExceeded:
+        raise
+    except Exception:  # noqa: BLE001 - whatever its own words raise
+        return object.__repr__(argument)

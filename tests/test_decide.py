@@ -1,27 +1,38 @@
-"""What becomes of a delivery: every combination of facts, and every answer to what is asked."""
+"""What a delivery does next: every combination of facts, and every answer to each question."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from itertools import product
 from typing import Any, get_args
 
 import pytest
 
 from celery_setnx.run.decide import RULES, Ask, End, Facts, Policy, decide
+from tests.docs.pages import sections, text_of
+
+
+def with_answer(facts: Facts, answer: Mapping[str, Any]) -> Facts:
+    """The same facts, and what was learned since."""
+    after = copy(facts)
+    vars(after).update(answer)
+    return after
+
 
 WAITS = ("wait", "join")
 _SAID = ("again", "has_begun", "may_be_new", "is_eager", "joins", "asks_queued", "asks_done", "looks_again")
 MESSAGES = [
-    Facts(policy, **dict(zip(_SAID, said)))
+    with_answer(Facts(policy), dict(zip(_SAID, said)))
     for policy, said in product(get_args(Policy), product([False, True], repeat=len(_SAID)))
 ]
 ACQUISITIONS = [
-    *[{"told": told} for told in ("unguarded", "stale")],
+    *[{"answer": told} for told in ("unguarded", "stale")],
     *[
-        {"told": "acquired", "joined": None, "may_have_ended": may_have_ended, "is_over": is_over}
+        {"answer": "acquired", "joined": None, "may_have_ended": may_have_ended, "is_over": is_over}
         for may_have_ended, is_over in product([False, True], repeat=2)
     ],
     *[
-        dict(told="held", is_paced=paced, may_have_ended=ended, is_held_back=back, is_over=over, **holder)
+        dict(answer="held", is_paced=paced, may_have_ended=ended, is_held_back=back, is_over=over, **holder)
         for paced, ended, back, over in product([False, True], repeat=4)
         for holder in (
             {"is_same": False, "is_own": False, "runs": True},
@@ -33,11 +44,11 @@ ACQUISITIONS = [
 ]  # fmt: skip
 ANSWERS: dict[Ask, list[dict[str, Any]]] = {
     Ask.ASK_JOINED: [{"joined": False}, {"joined": True}],
-    Ask.RENAME: [{"told": None, "may_be_new": False, "asks_queued": False}],
+    Ask.RENAME: [{"answer": None, "may_be_new": False, "asks_queued": False}],
     Ask.FREE_HELD: [{"freed": False}, {"freed": True}],
-    Ask.ASK_ENDED: [{"ended": word} for word in ("no", "stored", "told")],
+    Ask.ASK_ENDED: [{"ended": word} for word in ("no", "stored", "noted")],
     Ask.MARK: [{"is_queued": False}, {"is_queued": True}],
-    Ask.MEET: [{"met": True}],
+    Ask.ANNOUNCE: [{"announced": True}],
     Ask.ASK_LINE: [{"may_stand": False}, {"may_stand": True}],
     Ask.PARK: [{"place": word} for word in ("stale", "taken", "turn", "waits")],
     Ask.ASK_DONE: [{"is_done": False}, {"is_done": True}],
@@ -47,7 +58,7 @@ ANSWERS: dict[Ask, list[dict[str, Any]]] = {
 
 def has_met(f: Facts) -> bool:
     """It stands before a lock that another has, and its attempt is not known to have ended."""
-    return f.told == "held" and f.ended in (None, "no")
+    return f.answer == "held" and f.ended in (None, "no")
 
 
 def may_choose(f: Facts) -> bool:
@@ -65,12 +76,12 @@ def may_wait(f: Facts) -> bool:
 
 def has_lock(f: Facts) -> bool:
     """It has the lock, and nothing has been done in its stead."""
-    return f.told == "acquired" and not f.is_done and not f.joined and f.ended in (None, "no")
+    return f.answer == "acquired" and not f.is_done and not f.joined and f.ended in (None, "no")
 
 
 ENDS: dict[End, Callable[[Facts], Any]] = {
     End.RUN: lambda f: has_lock(f) and not f.looks_again and (f.again or not f.is_over),
-    End.RUN_UNGUARDED: lambda f: f.told == "unguarded",
+    End.RUN_UNGUARDED: lambda f: f.answer == "unguarded",
     End.END_AS_JOINED: lambda f: f.joined and not f.is_done,
     End.END_AS_STORED: lambda f: f.ended == "stored",
     End.SKIP: lambda f: (is_refused_for_good(f) and f.policy == "skip") or (has_met(f) and f.is_queued),
@@ -99,7 +110,9 @@ ENDS: dict[End, Callable[[Facts], Any]] = {
     End.LOOK_AGAIN: lambda f: has_lock(f) and f.looks_again,
     End.WAIT: lambda f: may_wait(f) and f.place == "waits",
     End.DROP: lambda f: (
-        (f.told == "stale" and not f.may_be_new) or f.ended == "told" or (may_wait(f) and f.place == "stale")
+        (f.answer == "stale" and not f.may_be_new)
+        or f.ended == "noted"
+        or (may_wait(f) and f.place == "stale")
     ),
 }
 
@@ -110,11 +123,18 @@ def ends_of(facts: Facts, asked: tuple[Ask, ...] = ()) -> Iterator[tuple[Facts, 
     if isinstance(step, End):
         yield facts, step
         return
-    assert step not in asked, f"{step} is asked twice: {facts}"
-    fresh = {"freed": None, "ended": None, "met": False, "is_queued": None, "place": None, "begun": False}
+    assert step not in asked, f"{step} is asked twice: {vars(facts)}"
+    fresh = {
+        "freed": None,
+        "ended": None,
+        "announced": False,
+        "is_queued": None,
+        "place": None,
+        "begun": False,
+    }
     for answer in [{**fresh, **told} for told in ACQUISITIONS] if step is Ask.ACQUIRE else ANSWERS[step]:
-        after = facts._replace(**answer)
-        if step is not Ask.ACQUIRE and decide(after) is Ask.ACQUIRE and facts.told is not None:
+        after = with_answer(facts, answer)
+        if step is not Ask.ACQUIRE and decide(after) is Ask.ACQUIRE and facts.answer is not None:
             continue  # what follows is what follows the first
         yield from ends_of(after, () if step is Ask.ACQUIRE else (*asked, step))
 
@@ -126,7 +146,7 @@ def test_each_delivery_ends_as_the_rules_say_whatever_is_answered(policy):
     for message in MESSAGES:
         if message.policy == policy:
             for facts, end in ends_of(message):
-                assert [each for each, applies in ENDS.items() if applies(facts)] == [end], facts
+                assert [each for each, applies in ENDS.items() if applies(facts)] == [end], vars(facts)
                 seen.add(end)
     assert {End.RUN, End.DROP, End.COME_BACK_FOR_OWN, End.SKIP_DONE} <= seen
 
@@ -135,10 +155,10 @@ def facts_on_the_way(facts: Facts) -> Iterator[Facts]:
     """What is known whenever something is decided."""
     yield facts
     step = decide(facts)
-    if isinstance(step, Ask) and not (step is Ask.ACQUIRE and facts.told is not None):
+    if isinstance(step, Ask) and not (step is Ask.ACQUIRE and facts.answer is not None):
         for answer in ACQUISITIONS if step is Ask.ACQUIRE else ANSWERS[step]:
-            after = facts._replace(**answer)
-            yield from facts_on_the_way(after) if after.told is not None or facts.told is None else ()
+            after = with_answer(facts, answer)
+            yield from facts_on_the_way(after) if after.answer is not None or facts.answer is None else ()
 
 
 def test_each_rule_is_needed():
@@ -146,8 +166,16 @@ def test_each_rule_is_needed():
     needed = set()
     for message in MESSAGES:
         for facts in facts_on_the_way(message):
-            rules = RULES[facts.told]
+            rules = RULES[facts.answer]
             applying = [rule for rule in rules if rule.applies(facts)]
             if len(applying) < 2 or applying[0].then != applying[1].then:
-                needed.add((facts.told, applying[0]))
-    assert [rule for told, rules in RULES.items() for rule in rules if (told, rule) not in needed] == []
+                needed.add((facts.answer, applying[0]))
+    assert [rule for answer, rules in RULES.items() for rule in rules if (answer, rule) not in needed] == []
+
+
+def test_docs_show_the_rules_as_they_are():
+    """A table for each answer about the lock, its rules in the order in which they are read."""
+    text = sections(text_of("docs/how-it-works.md"), 3)["What a delivery does next"]
+    tables = re.findall(r"\| then \|\n\|---\|---\|\n((?:\|.*\n)+)", text)
+    rules = ["".join(f"| {rule.when} | {rule.then.value} |\n" for rule in each) for each in RULES.values()]
+    assert tables == rules

@@ -22,7 +22,7 @@ FULL = Call(
     copy="abc",
     waits=2,
     since=1_700_000_000.25,
-    redelivered=True,
+    again=True,
     join="id-0",
     asked=3,
     about="account_id=7",
@@ -136,9 +136,9 @@ def test_eager_call_keeps_its_headers_apart():
 def test_flag_of_the_broker_makes_a_call_one_that_was_delivered_before(flagged):
     """Of a call without a header too; and it stays one when it comes back by another message."""
     info = {"delivery_info": {"redelivered": flagged}}
-    assert Call.of("t", {"id": "id-1", **info}).redelivered is flagged
-    assert Call.of("t", headers_of(SHORT, **info)).redelivered is flagged
-    assert Call.of("t", headers_of(FULL, **info)).redelivered
+    assert Call.of("t", {"id": "id-1", **info}).again is flagged
+    assert Call.of("t", headers_of(SHORT, **info)).again is flagged
+    assert Call.of("t", headers_of(FULL, **info)).again
 
 
 @pytest.mark.parametrize(

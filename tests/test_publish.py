@@ -5,6 +5,8 @@ import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import datetime, timedelta, timezone
+from functools import partial
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +25,7 @@ from celery_setnx.call import ended
 from celery_setnx.lock.marks import GRACE_S, Mark, mark_all
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.record import task_token
+from celery_setnx.lock.verbs import IF_SAME
 from celery_setnx.testing import pass_time
 from tests import markapp_publishers
 from tests.conftest import LOCK_DB
@@ -465,6 +468,57 @@ def test_lock_server_that_dies_in_mid_send_leaves_a_short_mark(apps, proxy, lock
     assert locks.pttl(mark_of(task, "a")) <= 10_000
     (warning,) = caplog.records
     assert "was sent, but its mark" in warning.getMessage()
+
+
+def _is_kept(locks: redis.Redis, mark: str) -> bool:
+    return locks.pttl(mark) > GRACE_S * 1000
+
+
+def publish(task: Any, locks: redis.Redis, *names: str) -> None:
+    """Publish calls one after another, each once the server has kept the mark of the one before."""
+    for name in names:
+        task.delay(name)
+        wait_until(partial(_is_kept, locks, mark_of(task, name)), "its mark is kept")
+
+
+def test_publisher_does_not_wait_for_the_reply_to_its_marks_extension(apps, proxy, locks):
+    """The reply is held back until it has published another call; each has its mark for the queue lease."""
+    task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
+    publish(task, locks, "once", "twice")  # from now on the server is taken to know the scripts
+    has_published = Event()
+    held_back = {"containing": IF_SAME.sha.encode(), "meanwhile": lambda: has_published.wait(60)}
+    with proxy.fault("delay_reply", **held_back) as fault:
+        task.delay("a")
+        assert not has_published.is_set()
+        has_published.set()
+        assert not task.delay("b").deduplicated
+        assert fault.struck == 1
+    assert min(locks.pttl(mark_of(task, name)) for name in "ab") > GRACE_S * 1000
+
+
+def test_mark_is_extended_though_the_server_has_forgotten_the_script(apps, locks):
+    """Whoever publishes but once would never read that it is unknown: the publisher waits for the reply."""
+    task = apps().tasks["started"]
+    for name in "abc":
+        task.delay(name)
+        assert locks.pttl(mark_of(task, name)) > GRACE_S * 1000
+        locks.script_flush()
+
+
+def test_extension_that_is_refused_is_made_with_the_next_call(apps, proxy, locks, caplog):
+    """Or a warning says that the mark lapses early."""
+    task = apps(setnx_url=proxy.url(LOCK_DB)).tasks["started"]
+    publish(task, locks, "once", "twice")  # from now on the server is taken to know the scripts
+    refused = {"containing": IF_SAME.sha.encode(), "reply": b"-READONLY a replica\r\n"}
+    for name, times in (("a", 1), ("b", 2)):
+        with proxy.fault("answer", **refused, times=times):
+            task.delay(name)
+            assert locks.pttl(mark_of(task, name)) <= GRACE_S * 1000
+            publish(task, locks, f"after {name}")
+    assert locks.pttl(mark_of(task, "a")) > GRACE_S * 1000
+    assert locks.pttl(mark_of(task, "b")) <= GRACE_S * 1000
+    (warning,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert "was sent, but its mark t:{started:" in warning.getMessage()
 
 
 def test_mark_that_is_forbidden_is_an_outage(apps, app, limited, queued, caplog, monkeypatch):

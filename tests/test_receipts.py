@@ -21,7 +21,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import task_token
-from celery_setnx.run import run as run_module
+from celery_setnx.run import attempt as attempt_module
 from celery_setnx.run.receipt import Receipts, receipt_of, receipts_of
 from celery_setnx.testing import hold
 from tests.conftest import LOCK_DB
@@ -283,7 +283,7 @@ def test_mark_of_a_second_delivery_ends_when_its_body_begins_or_will_not(again, 
     """Nothing has ended: it is its own."""
     task, mark = again.task, marked(again.task)
     found: list[Any] = []
-    monkeypatch.setattr(run_module, "let_go", lambda request: found.append(locks.get(mark)))
+    monkeypatch.setattr(attempt_module, "let_go", lambda request: found.append(locks.get(mark)))
     assert again(call_id="c", key=task.lock_key(), marked=True)
     assert found == [None]
     marked(task)
@@ -301,7 +301,7 @@ def test_mark_that_a_second_delivery_keeps_under_its_lock_ends_or_lasts_with_it(
     with pytest.raises(Waits):
         again(**said, marked=True, waits=1)
     assert 55 < locks.ttl(mark) <= 61
-    monkeypatch.setattr(run_module.Run, "_check_max_wait", raising(LockTimeout("t", "k", {})))
+    monkeypatch.setattr(attempt_module, "store_started", raising(LockTimeout("t", "k", {})))
     with pytest.raises(LockTimeout):
         again(**said, marked=True)
     assert locks.get(mark) is None
@@ -343,7 +343,7 @@ def test_second_delivery_that_finds_no_end_looks_once_more_before_it_runs(again,
     with pytest.raises(Waits):
         again(call_id="c", waits=1)
     (call,) = sent
-    assert (call.asked, call.redelivered) == (1, True)
+    assert (call.asked, call.again) == (1, True)
     assert again(call_id="c", waits=2, asked=1)
 
 

@@ -70,8 +70,7 @@ def test_retry_of_which_nothing_can_be_asked_is_no_others_business(caplog):
     """A callable key may raise anything: it is said once, and the next one is freed."""
     ends, freed = Ends(), threading.Event()
     odd, other = (Delivery(None) for _ in range(2))
-    odd.attempt_before_runs, odd.free_held = raising(ZeroDivisionError), raising(ZeroDivisionError)
-    other.attempt_before_runs, other.free_held = (lambda: False), freed.set
+    odd.free_held, other.free_held = raising(ZeroDivisionError), lambda at_last: freed.set() or True
     for each in (odd, other):
         each.call = Call("t", "id-1", key="t:{t}")
         ends.free_retry(each)
@@ -116,7 +115,7 @@ def test_thread_that_cannot_start_is_started_later(monkeypatch, marked, caplog):
 def test_call_that_never_waits_leaves_no_ticket(locks, marked):
     """A redelivered one that fails has no place to leave; one that may wait has."""
     app, calls, marks_left = marked
-    ends, first, second = Ends(), *(call._replace(redelivered=True) for call in calls[:2])
+    ends, first, second = Ends(), *(call._replace(again=True) for call in calls[:2])
     ends.forget(app, first)
     ends.forget(app, second, may_wait=True)
     wait_until(lambda: marks_left() == MANY - 2, "both are freed")

@@ -128,6 +128,14 @@ def test_repeated_delivery_of_a_finished_call_is_dropped(redelivered, locks, cho
     assert SetnxLock(locks, KEY).acquire().acquired
 
 
+def test_dropped_delivery_has_no_traceback_below_its_task(redelivered):
+    """It is no error; Celery writes out whatever traceback there is."""
+    redelivered.backend.mark_as_done(redelivered.request.id, "result")
+    with pytest.raises(Dropped) as caught:
+        redelivered()
+    assert caught.traceback[-1].path.name == "task.py"
+
+
 def test_lock_that_is_held_for_a_retry_which_has_run_is_free(task, locks):
     """The lock server came back with older data: the other call's result tells that it has ended."""
     other = uuid.uuid4().hex
@@ -158,9 +166,11 @@ def test_call_that_nobody_asked_is_no_duplicate_of_one_that_has_run(task, locks,
     other = Mark(KEY, uuid.uuid4().hex)
     mark_all(locks, [other], dedupe="until_started", lease=600)
     run = run_of(task)
-    assert run._mark().is_queued
+    run._mark()
+    assert run.facts.is_queued
     task.backend.mark_as_done(other.task_id, "result")
-    assert not run._mark().is_queued
+    run._mark()
+    assert not run.facts.is_queued
     assert locks.get(other.name) == task.request.id
 
 

@@ -23,10 +23,10 @@ from celery_setnx.lock.record import ORIGINAL, Heir, Holder
 from celery_setnx.options import Options
 from celery_setnx.run import courier
 from celery_setnx.run import park as parking
+from celery_setnx.run.conflict import Conflict
 from celery_setnx.run.courier import Order
 from celery_setnx.run.join import holders_end
 from celery_setnx.run.park import Parked
-from celery_setnx.run.park import park as park_running
 from tests.harness import age, due_set, raising
 
 KEY = "setnx:{t}"
@@ -64,7 +64,7 @@ def task() -> Iterator[Any]:
 
 def stand_in_line(*details: Any) -> None:
     """Park, and end as the attempt does if the call waits."""
-    _place, parked = park_running(*details)
+    _place, parked = parking.park(Conflict(*details))
     if parked is not None:
         raise parked
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from traceback import walk_stack
 from types import SimpleNamespace
 from typing import Any
@@ -24,13 +25,14 @@ from celery_setnx import SetnxLock
 from celery_setnx.lock.held import renew_all
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.scripts import Script
-from celery_setnx.lock.wire import ask, ask_many
+from celery_setnx.lock.wire import ask, ask_many, tell
 from examples.embedded import EmbeddedServer
 from tests import forks
 from tests.harness import raising, wait_until
 from tests.proxy import Proxy
 
 ECHO = ("EVAL", "return ARGV[1]", "0")
+REFUSED = ("EVAL", "return redis.error_reply('NO')", "0")
 
 
 @pytest.fixture
@@ -69,15 +71,14 @@ def test_one_connection_serves_one_thread(client, admin):
     for number in range(20):
         assert echo(client, number)
         with pytest.raises(ResponseError):
-            ask(client, ("EVAL", "return redis.error_reply('NO')", "0"))
+            ask(client, REFUSED)
     assert others(admin) == 1
     assert not client.connection_pool._available_connections, "the client's own pool is not used"
 
 
 def test_many_commands_have_each_their_reply_or_error(client):
     """In order, and an error is none of the others' business."""
-    refused = ("EVAL", "return redis.error_reply('NO')", "0")
-    replies = ask_many(client, [(*ECHO, "a"), refused, (*ECHO, "b")])
+    replies = ask_many(client, [(*ECHO, "a"), REFUSED, (*ECHO, "b")])
     assert (replies[0], replies[2]) == (b"a", b"b")
     assert isinstance(replies[1], ResponseError)
     assert echo(client, "c")
@@ -201,7 +202,7 @@ def test_command_struck_anywhere_leaves_no_reply_behind(own, kind):
 def test_many_commands_struck_anywhere_leave_no_reply_behind(own, kind):
     """None of theirs, and not the rest of them."""
     with kind(own.port) as client:
-        many = [(*ECHO, "struck"), ("EVAL", "return redis.error_reply('NO')", "0"), (*ECHO, "too")]
+        many = [(*ECHO, "struck"), REFUSED, (*ECHO, "too")]
         ask_many(client, many)
         for point in struck_everywhere(lambda: ask_many(client, many)):
             words = [f"{point} {place}" for place in range(2)]
@@ -218,6 +219,103 @@ def test_renewal_struck_anywhere_leaves_no_reply_behind(client):
         assert renew_all(locks) == [None] * 3, point
         assert [lock.lost for lock in locks] == [None] * 3, point
     assert point > 100
+
+
+def count(key: str) -> tuple[str, ...]:
+    """A command that answers what nobody asks for."""
+    return ("EVAL", "return redis.call('INCR', KEYS[1])", "1", key)
+
+
+def unheard() -> None:
+    """What is done about a command that has failed, where none does."""
+    pytest.fail("it has not failed")
+
+
+def test_reply_that_nobody_waits_for_is_not_the_next_ones(client, admin):
+    """It is read before that, over the same connection: one at a time."""
+    assert echo(client, "before")
+    for number in range(1, 20, 2):
+        assert tell(client, count("told"), unheard)
+        assert not tell(client, count("told"), unheard)
+        assert echo(client, number)
+        assert tell(client, count("told"), unheard)
+        assert ask_many(client, [(*ECHO, "a"), REFUSED, (*ECHO, "b")])[::2] == [b"a", b"b"]
+        with pytest.raises(ResponseError):
+            ask(client, REFUSED)
+        assert admin.get("told") == b"%d" % (number + 1)
+    assert others(admin) == 1
+
+
+def test_command_that_was_told_and_has_failed_is_heard_of_with_the_next_ones_reply(own):
+    """That it was refused, and that its reply was lost; who hears of it may ask anew."""
+    heard: list[bool] = []
+
+    def told(client: redis.Redis, command: tuple[str, ...]) -> bool:
+        return tell(client, command, lambda: heard.append(echo(client, "anew")))
+
+    with Proxy(own.port) as proxy, redis.Redis(port=proxy.port, retry=Retry(NoBackoff(), 1)) as client:
+        for ask_next in (lambda: echo(client, "next"), lambda: ask_many(client, [("PING",)])):
+            assert echo(client, "before")
+            assert told(client, REFUSED)
+            assert not heard
+            assert ask_next()
+            assert heard.pop()
+            with proxy.fault("drop_reply", containing=b"lost"):
+                assert told(client, count("lost"))
+                assert ask_next()
+            assert heard.pop()
+
+
+def tell_and_end(port: int, end: Callable[[], object]) -> None:
+    """Tell a command, and end at once."""
+    client = redis.Redis(port=port)
+    echo(client, "before")
+    tell(client, count("told"), unheard)
+    end()
+
+
+@pytest.mark.parametrize("end", [partial(os._exit, 0), partial(signal.raise_signal, signal.SIGKILL)])
+def test_command_told_by_whoever_ends_at_once_is_executed(tmp_path, own, admin, end):
+    """However it ends: what was sent is with the server."""
+    forks.ended(tmp_path, tell_and_end, own.port, end)
+    wait_until(lambda: admin.get("told") == b"1", "it is executed")
+
+
+def test_threads_that_tell_never_get_each_others_replies(client, admin):
+    """A reply that was left unread is read by whoever has the connection next."""
+
+    def tells_and_asks(number: int) -> bool:
+        while not tell(client, count("told"), unheard):
+            assert echo(client, "read")
+        return echo(client, number)
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(tells_and_asks, range(2000)))
+    wait_until(lambda: admin.get("told") == b"2000", "all are executed")
+
+
+def test_told_command_struck_anywhere_leaves_no_reply_behind(client):
+    """Neither when it is sent nor when its reply is read."""
+
+    def tell_and_ask() -> None:
+        tell(client, REFUSED, lambda: None)
+        ask(client, (*ECHO, "struck"))
+
+    assert echo(client, "before")
+    for point in struck_everywhere(tell_and_ask):
+        assert echo(client, point), point
+        assert ask_many(client, [(*ECHO, str(point))]) == [str(point).encode()]
+    assert point > 40
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_client_of_another_kind_is_told_nothing(own, kind):
+    """It has read each reply before it lets go of a connection: it is asked. So is one that sends once."""
+    with kind(own.port) as client, redis.Redis(port=own.port, retry=Retry(NoBackoff(), 0)) as once:
+        for each in (client, once):
+            assert echo(each, "before")
+            assert not tell(each, count("told"), unheard)
+            assert ask(each, ("GET", "told")) is None
 
 
 def test_connection_struck_while_it_is_made_is_not_used(own):
@@ -276,8 +374,9 @@ def test_server_that_is_gone_is_an_error_in_time(client, own):
 
 
 def test_forked_child_leaves_its_parents_connections_alone(client, admin):
-    """Both ask at once, over and over, and each has its own replies."""
+    """Both ask at once, over and over, and each has its own replies: one of the parent's is left unread."""
     assert echo(client, "parent")
+    assert tell(client, (*ECHO, "told"), unheard)
     child = os.fork()
     right = all(echo(client, "parent" if child else "child") for _ in range(2000))
     if not child:

@@ -43,7 +43,6 @@ from celery_setnx.call.queues import (
 from celery_setnx.configured import until_changed
 from celery_setnx.connection import transport_options
 from celery_setnx.exceptions import LockUnavailable
-from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.log import Log, fields
 from celery_setnx.wording import unstopped
 
@@ -318,7 +317,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     if task.request.is_eager:  # it has no message
         raise Retry(f"{reason}; an eager call does not come back", when=countdown, is_eager=True)
     countdown = deliverable(task.app, countdown)
-    call = call._replace(waits=call.waits + 1, redelivered=call.redelivered or own)
+    call = call._replace(waits=call.waits + 1, again=call.again or own)
     message = Message.of(task)
     if own and not message.may_come_back(task.app):
         logger.warning(_DROPPED_COPY, call, reason, extra=fields("dropped", call))
@@ -328,7 +327,7 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         not_taken_back(task, call, error, reason)
     text = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
-    if own or call.copy != ORIGINAL:
+    if own or call.is_woken:
         waits = "waits for another delivery of itself" if own else "waits on"
         logger.info("%s %s: %s.", call, waits, text, extra=fields("comes_back", call))
         raise Waits(text, countdown)
@@ -346,7 +345,7 @@ def not_taken_back(task: Task, call: Call, error: Exception, reason: str) -> NoR
     logger.error(
         text,
         call,
-        error,
+        unstopped(error),
         reason,
         "is delivered again" if is_delivered_again else "fails",
         extra=fields(of=call),
@@ -408,7 +407,7 @@ def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
         logger.warning(
             "%s goes on, though it may have ended: its result is not known (%s).",
             call,
-            error,
+            unstopped(error),
             extra=fields(of=call),
         )
         return {}

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import redis
-from billiard.exceptions import TimeLimitExceeded, WorkerLostError
+from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
 from celery import Celery
 from celery.states import READY_STATES
 from celery.utils.time import maybe_iso8601
@@ -32,7 +32,8 @@ _A_WAIT_S = 1.0  # a result backend that takes longer is left alone for a while:
 _PAUSE_S = 60.0
 _asked_again_at: WeakKeyDictionary[Celery, float] = WeakKeyDictionary()
 
-_DEATHS = (WorkerLostError, MemoryError, TimeLimitExceeded)  # of a process that may have sent its retry
+# What ends a process, which may have sent its retry.
+DEATHS = (WorkerLostError, Terminated, TimeLimitExceeded, SystemExit, KeyboardInterrupt, MemoryError)
 
 
 def stored_end(
@@ -84,7 +85,7 @@ def free_ended(
     if state not in ("queued", "held_for_retry"):
         return False
     stored = stored_end(app, task, task_id or "")
-    if not stored or isinstance(stored.get("result"), _DEATHS):
+    if not stored or isinstance(stored.get("result"), DEATHS):
         return False
     try:
         is_freed = _free(client or client_for(app), key, str(task_id), state)

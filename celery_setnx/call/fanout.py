@@ -18,16 +18,15 @@ from celery import Signature, uuid
 from kombu.exceptions import EncodeError
 
 from celery_setnx.arguments import Arguments, copied
-from celery_setnx.call.away import extend_unless_away, free_unless_away, mark_unless_away
+from celery_setnx.call.away import Error
 from celery_setnx.call.binding import refuse_misplaced_in_call
-from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
+from celery_setnx.call.later import is_published_at_once
+from celery_setnx.call.marking import Marking, mark_lease_s
 from celery_setnx.call.message import Call
-from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, mark_lease_s
-from celery_setnx.call.switches import DISABLED
-from celery_setnx.connection import client_for
-from celery_setnx.exceptions import FanOutFailed, LockRefused, LockUnavailable, OptionError
-from celery_setnx.lock.marks import GRACE_S, Mark, Marked, grace_s
-from celery_setnx.log import Log, fields, say_loudly
+from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, may_be_duplicate
+from celery_setnx.exceptions import FanOutFailed, OptionError
+from celery_setnx.lock.marks import GRACE_S, Marked
+from celery_setnx.log import Log, fields
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
 
@@ -104,10 +103,6 @@ class _Distinct:
     equals: list[tuple[int, Any, Any]] = field(default_factory=list)
 
     @property
-    def mark(self) -> Mark:
-        return Mark(self.told.key, self.told.task_id)
-
-    @property
     def task_id(self) -> str:
         return self.told.task_id
 
@@ -138,8 +133,7 @@ class FanningOut:
         # The options of these calls are settled once: a guard that has them as its nearest layer.
         self.travelling = plain(f"a fan-out of {guard.task}", call or {})
         self.guard = guard.under(call) if call else guard
-        published = not guard.app.conf.task_always_eager and not DISABLED.is_on(guard.app)
-        self.dedupes = published and self.guard.options.dedupe is not None
+        self.dedupes = self.guard.options.dedupe is not None and may_be_duplicate(guard.app, options)
         self.headers = dict(options.pop("headers", None) or {})
         # Celery subscribes to the result of every call that it sends, which costs as much as the sending, and
         # memory for each. A result is subscribed to when somebody asks for it; the header tells the worker.
@@ -249,42 +243,24 @@ class FanningOut:
 
     def _send_batch(self, batch: list[_Distinct]) -> None:
         """Mark, send, extend; whatever happens, what was not sent has no mark afterwards."""
-        sent: list[_Distinct] = []
-        lease = self._lease_s()
+        lease, options = self._lease_s(), self.guard.options
+        marking = Marking(self.guard, options, lease, at_once=self.at_once, complain=self._warn_once)
         try:
-            fresh = self._marked(batch, lease) if self.dedupes else batch
-            with self.guard.app.producer_or_acquire() as producer:
-                # The first goes by itself, with Celery's own retries: they bring a dead connection back.
-                self._publish(fresh[:1], producer, sent)
-                self._publish_rest(fresh[1:], producer, sent)
+            with marking:
+                fresh = self._marked(batch, marking) if self.dedupes else batch
+                with self.guard.app.producer_or_acquire() as producer:
+                    # The first goes by itself, with Celery's own retries: they bring a dead connection back.
+                    self._publish(fresh[:1], producer, marking.sent)
+                    self._publish_rest(fresh[1:], producer, marking.sent)
         finally:
-            if self.at_once:
-                self._extend(sent, lease)
-            done = {call.task_id for call in sent}
-            self._free([call for call in batch if call.task_id not in done])
-            self._accept(sent)
+            self._accept(marking.sent)
 
-    def _marked(self, batch: list[_Distinct], lease: float) -> list[_Distinct]:
+    def _marked(self, batch: list[_Distinct], marking: Marking) -> list[_Distinct]:
         """Mark the keys; those that are no duplicates are to be sent."""
-        found = mark_unless_away(
-            client_for(self.guard.app),
-            [call.mark for call in batch],
-            dedupe=self.guard.options.asks,
-            lease=grace_s(lease),
-        )
-        for call, marked in zip(batch, found):
-            if not isinstance(marked, Marked):
-                call.told = call.told._replace(unasked=bool(self.guard.options.dedupe_for))
-            elif not marked.is_duplicate:
-                call.told = call.told._replace(marked=True)
-        for marked in found:
-            if isinstance(marked, LockUnavailable):
-                self._warn_once(marked)
-            elif isinstance(marked, LockRefused):
-                raise marked
         fresh = []
-        for call, marked in zip(batch, found):
-            if isinstance(marked, Marked) and marked.is_duplicate:
+        for call, (told, marked) in zip(batch, marking.take([call.told for call in batch])):
+            call.told = told
+            if marked is not None and marked.is_duplicate:
                 self._duplicate(call, marked)
             else:
                 fresh.append(call)
@@ -334,34 +310,14 @@ class FanningOut:
         options["headers"] = {**self.headers, **call.told.as_headers()}
         if "declare" in options:
             options["declare"] = list(options["declare"])  # a list of its own: kombu adds to it
-        if self.at_once:
-            self.send(call.args, call.kwargs, producer=producer, **options)
-            return
-        lease = self._lease_s()
-        when_sent(call.task_id, lambda: self._extend([call], lease))
-        try:
-            self.send(call.args, call.kwargs, **options)  # the producer may be another's by then
-        except BaseException:
-            will_not_be_sent(call.task_id)
-            raise
+        if self.at_once:  # else the producer may be another's by then
+            options["producer"] = producer
+        self.send(call.args, call.kwargs, **options)
 
     def _lease_s(self) -> float:
         return mark_lease_s(self.guard.app, self.guard.options, self.options, self.task.expires)
 
-    def _extend(self, sent: list[_Distinct], lease: float) -> None:
-        marks = [call.mark for call in sent if call.told.marked]
-        error = extend_unless_away(client_for(self.guard.app), marks, lease) if marks else None
-        if error is not None:
-            self._warn_once(error)
-
-    def _free(self, calls: list[_Distinct]) -> None:
-        marks = [call.mark for call in calls if call.told.marked]
-        error = free_unless_away(client_for(self.guard.app), marks) if marks else None
-        if error is not None:
-            self._warn_once(error)
-
-    def _warn_once(self, error: LockUnavailable | LockRefused) -> None:
-        say_loudly(error)
+    def _warn_once(self, error: Error, _what: str) -> None:
         if not self.warned:
             logger.warning(
                 "The fan-out of %s goes on, but not every key is marked as it should be: a call may be "
@@ -378,33 +334,29 @@ class FanningOut:
         self.counts.accepted += len(sent)
         self.counts.duplicates += sum(len(call.equals) for call in sent)
         for call in sent:
-            self._tell(call, len(call.equals), call.task_id, "queued")
-        if self.each is not None:
-            for call in sent:
-                self.each(CallOutcome(call.index, "accepted", call.task_id))
-                for index, _, _ in call.equals:
-                    self.each(CallOutcome(index, "duplicate", call.task_id))
+            self._tell(call.index, "accepted", call.task_id)
+            for index, _, _ in call.equals:
+                self._tell_duplicate(index, call.told, call.task_id, "queued")
 
     def _duplicate(self, call: _Distinct, marked: Marked) -> None:
         self.counts.duplicates += call.size
-        self._tell(call, call.size, marked.task_id, marked.state)
-        if self.each is not None:
-            for index in (call.index, *(index for index, _, _ in call.equals)):
-                self.each(CallOutcome(index, "duplicate", marked.task_id))
-
-    def _tell(self, call: _Distinct, times: int, task_id: str, state: str) -> None:
-        if not call_deduplicated.receivers:
-            return
-        for _ in range(times):
-            call_deduplicated.send(
-                sender=self.task, task_id=task_id, key=call.told.key, about=call.told.about, state=state
-            )
+        for index in (call.index, *(index for index, _, _ in call.equals)):
+            self._tell_duplicate(index, call.told, marked.task_id, marked.state)
 
     def _fail(self, index: int, error: Exception) -> None:
         self.counts.failed += 1
         self.counts.first_error = self.counts.first_error or error
+        self._tell(index, "failed", error=error)
+
+    def _tell_duplicate(self, index: int, told: Call, task_id: str, state: str) -> None:
+        call_deduplicated.send(sender=self.task, task_id=task_id, key=told.key, about=told.about, state=state)
+        self._tell(index, "duplicate", task_id)
+
+    def _tell(
+        self, index: int, state: str, task_id: str | None = None, error: Exception | None = None
+    ) -> None:
         if self.each is not None:
-            self.each(CallOutcome(index, "failed", error=error))
+            self.each(CallOutcome(index, state, task_id, error))
 
 
 def _arguments(task: Any, call: Any) -> tuple[Any, Any]:

@@ -48,7 +48,7 @@ class Call(NamedTuple):
     copy: str = ORIGINAL  # which of the messages of this attempt this is
     waits: int = 0  # how often this attempt has come back
     since: float = 0.0  # server time (Unix seconds) of its first conflict; 0: no server has told
-    redelivered: bool = False  # whether the broker may have delivered one of its messages before
+    again: bool = False  # whether a body of this attempt may have begun: a message of it was redelivered
     join: str | None = None  # id of the task with whose result it ends
     asked: int = 0  # how often it has asked for that result
     about: str = ""  # what its key was made of, for people; empty if that is not to be shown
@@ -63,8 +63,8 @@ class Call(NamedTuple):
         as none.
         """
         attempt = attempt_of(message.get("retries"), message.get("replaced_task_nesting"))
-        redelivered = _is_redelivered(message.get("delivery_info"))
-        plain = cls(task, id_of(message.get("id")), attempt, redelivered=redelivered)
+        again = _is_redelivered(message.get("delivery_info"))
+        plain = cls(task, id_of(message.get("id")), attempt, again=again)
         try:
             said = _header_in(message)
             if said is None:
@@ -73,13 +73,13 @@ class Call(NamedTuple):
         except SoftTimeLimitExceeded:  # of the task that is running: it says nothing of its header
             raise
         except Exception as error:  # noqa: BLE001 - numbers, nesting, sizes, types: no list of them is complete
-            text = "The header %r of %s is ignored: %s. Its key is computed from its arguments."
+            text = "The header %r of %s is ignored: %s Its key is computed from its arguments."
             logger.warning(text, HEADER, plain, error, extra=fields(of=plain))
             return plain
         if of != attempt:  # Celery hands a retry the headers of the attempt before
             told = {name: told[name] for name in ("call_id", "options") if name in told}
-        if redelivered:
-            told["redelivered"] = True
+        if again:
+            told["again"] = True
         return cls(task, plain.task_id, attempt, **told, bare=False)
 
     @classmethod
@@ -122,6 +122,16 @@ class Call(NamedTuple):
     def place(self, remember: float) -> Place:
         """Its place in the line, which is remembered for so many seconds."""
         return Place(self.key, self.task_id, self.attempt, remember, self.call_id, self.is_one_of_several)
+
+    @property
+    def is_woken(self) -> bool:
+        """Whether this is not the first message of its attempt: another may start the call, too."""
+        return self.copy != ORIGINAL
+
+    @property
+    def may_have_twin(self) -> bool:
+        """Whether another message, or another delivery, of its attempt may start it or have started it."""
+        return self.is_woken or self.again
 
     @property
     def shares_id(self) -> bool:
@@ -248,7 +258,7 @@ _SHAPE: Mapping[str, Callable[[Any], bool]] = {
     "since": is_time,
     "options": lambda value: isinstance(value, dict),
     "marked": lambda value: isinstance(value, bool) or value == "again",
-    "redelivered": lambda value: isinstance(value, bool),
+    "again": lambda value: isinstance(value, bool),
     "unasked": lambda value: isinstance(value, bool),
     "route": lambda value: isinstance(value, (list, tuple)) and [type(name) for name in value] == [str, str],
 }

@@ -17,25 +17,24 @@ from typing import Any
 from celery import Celery, uuid
 
 from celery_setnx.arguments import Arguments, copied
-from celery_setnx.call.away import extend_unless_away, free_unless_away, mark_unless_away
-from celery_setnx.call.back import seconds_until, without_deaths
+from celery_setnx.call.away import Error
+from celery_setnx.call.back import without_deaths
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, is_singleton
-from celery_setnx.call.later import is_published_at_once, when_sent, will_not_be_sent
+from celery_setnx.call.later import is_published_at_once
+from celery_setnx.call.marking import Marking, mark_lease_s
 from celery_setnx.call.message import Call, RunningCall, attempt_of, id_of
 from celery_setnx.call.switches import DISABLED
-from celery_setnx.connection import client_for
 from celery_setnx.exceptions import (
     DuplicateTask,
-    LockRefused,
-    LockUnavailable,
     OptionError,
     UnkeyableCall,
 )
-from celery_setnx.lock.marks import Mark, Marked, grace_s
+from celery_setnx.lock.marks import Marked
+from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.record import Holder
-from celery_setnx.log import Log, fields, say_loudly
+from celery_setnx.log import Log, fields
 from celery_setnx.options import OF_THE_TASK, Options, SingletonOptions, checked
 from celery_setnx.signals import call_deduplicated
 
@@ -117,47 +116,26 @@ def publish(
     settled = _settled(guard, told, call, options)
     if settled.dedupe is None or given_id or not may_be_duplicate(guard.app, options):
         return _noted(send(*arguments, **options), deduplicated=False)
-    mark = Mark(told.key, told.task_id)
     lease = mark_lease_s(guard.app, settled, options, getattr(task, "expires", None))
-    marked = take_mark(guard, mark, settled, lease)
+    complain = partial(_complain, told)
     # Callbacks cannot be handed to the other call: this one is queued beside it, and its run is guarded.
     has_callbacks = options.get("link") or options.get("link_error")
-    if marked is not None and not has_callbacks and _is_of_ended(guard, mark.key, marked):
-        marked = take_mark(guard, mark, settled, lease)
-    if marked is not None and marked.is_duplicate and not has_callbacks:
-        return _deduplicated(guard, settled, told, marked, arguments, options.get("ignore_result"))
-    if marked is None and settled.dedupe_for:
-        options["headers"] |= told._replace(unasked=True).as_headers()
-    if marked is None or marked.is_duplicate:
-        return _noted(send(*arguments, **options), deduplicated=False)
-    options["headers"] |= told._replace(marked=True).as_headers()
-    send_it = partial(send, *arguments, **options)
-    return _noted(_sent_marked(guard, mark, lease, send_it, at_once=at_once), deduplicated=False)
+    with Marking(guard, settled, lease, at_once=at_once, complain=complain) as marking:
+        ((told, marked),) = marking.take([told])
+        if marked is not None and not has_callbacks and _is_of_ended(guard, told.key, marked):
+            ((told, marked),) = marking.take([told])
+        if marked is not None and marked.is_duplicate and not has_callbacks:
+            return _deduplicated(guard, settled, told, marked, arguments, options.get("ignore_result"))
+        options["headers"] |= told.as_headers()
+        result = send(*arguments, **options)
+        marking.sent.append(told)
+    return _noted(result, deduplicated=False)
 
 
 def _is_of_ended(guard: Guard, key: str, marked: Marked) -> bool:
     """Whether what makes it a duplicate is a call that has ended: then that is older data, and is freed."""
     state = marked.holder.state if marked.holder is not None else marked.state
     return free_ended(guard.app, guard.task, key, marked.task_id, state)
-
-
-def _sent_marked(guard: Guard, mark: Mark, lease: float, send: Callable[[], Any], *, at_once: bool) -> Any:
-    """Send a call; its mark then lasts for the lease, and ends if there was nothing to send."""
-
-    def extend() -> None:
-        _complain(extend_unless_away(client_for(guard.app), [mark], lease), guard, mark, "was sent")
-
-    if not at_once:
-        when_sent(mark.task_id, extend)
-    try:
-        result = send()
-    except BaseException:
-        will_not_be_sent(mark.task_id)
-        _complain(free_unless_away(client_for(guard.app), [mark]), guard, mark, "was not sent")
-        raise
-    if at_once:
-        extend()
-    return result
 
 
 def send_task(
@@ -288,32 +266,6 @@ def refuse_unseen(guard: Guard, publisher: str, task_id: str | None, options: Ma
         )
 
 
-def take_mark(guard: Guard, mark: Mark, options: Options, lease: float) -> Marked | None:
-    """Mark a key for the time that the send takes; None if Redis cannot be asked, and it is sent so."""
-    terms: dict[str, Any] = {"dedupe": options.asks, "lease": grace_s(lease)}
-    (found,) = mark_unless_away(client_for(guard.app), [mark], **terms)
-    if isinstance(found, LockUnavailable):
-        say_loudly(found)
-        logger.warning(
-            "A call of %s is published without asking whether it is a duplicate; its run is guarded. %s",
-            guard.task,
-            found.brief,
-            extra=fields(task=guard.task, key=mark.key),
-        )
-        return None
-    if isinstance(found, LockRefused):
-        raise found
-    return found
-
-
-def mark_lease_s(app: Celery, settled: Options, options: Mapping[str, Any], expires: Any = None) -> float:
-    """Seconds for which a sent call's mark lasts: the queue lease beyond its eta, but not past its expiry."""
-    begins = seconds_until(app, options.get("countdown") or options.get("eta") or 0.0)
-    lease = settled.queue_lease + max(0.0, begins)
-    ends = options.get("expires", expires)
-    return lease if ends is None else min(lease, max(0.0, seconds_until(app, ends)))
-
-
 def _deduplicated(
     guard: Guard,
     settled: Options,
@@ -364,15 +316,11 @@ def _noted(result: Any, *, deduplicated: bool) -> Any:
     return result
 
 
-def _complain(error: Exception | None, guard: Guard, mark: Mark, what: str) -> None:
-    """The call's own fate stands; its mark lapses after the grace lease."""
-    if error is not None:
-        logger.warning(
-            "%s[%s] %s, but its mark %s stays as it is, and lapses by itself. %s",
-            guard.task,
-            mark.task_id,
-            what,
-            mark.name,
-            error,
-            extra=fields(task=guard.task, task_id=mark.task_id, key=mark.key),
-        )
+def _complain(told: Call, error: Error, what: str) -> None:
+    """The call's own fate stands; its mark, if it has one, lapses after the grace lease."""
+    if not what:
+        text = "A call of %s is published without asking whether it is a duplicate; its run is guarded. %s"
+        logger.warning(text, told.task, error.brief, extra=fields(of=told))
+        return
+    text = "%s %s, but its mark %s stays as it is, and lapses by itself. %s"
+    logger.warning(text, told, what, mark_name(told.key), error, extra=fields(of=told))

@@ -85,7 +85,7 @@ def wake(app: Celery, heir: Heir | None, key: str) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
             logger.warning(
-                "%s is handed to task %s, which cannot be sent: %s.",
+                "%s is handed to task %s, which cannot be sent: %s",
                 key,
                 heir.task_id,
                 error,
@@ -99,7 +99,7 @@ def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
     try:
         message.send(app, call.as_copy())
     except Exception as error:
-        text = "Task %s has its turn for %s, and could not be sent: %s. It is tried again in about %g s."
+        text = "Task %s has its turn for %s, and could not be sent: %s It is tried again in about %g s."
         logger.warning(text, heir.task_id, call.key, error, _UNSENT_S, extra=fields(of=call))
         _take_back(app, heir, call.task, call.key)
         if isinstance(error, SoftTimeLimitExceeded):
@@ -145,7 +145,7 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the line has, or the transport raises
         logger.warning(
-            "Task %s is handed %s, and could not be sent: %s.",
+            "Task %s is handed %s, and could not be sent: %s",
             task_id,
             key,
             error,
@@ -278,7 +278,7 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
     try:
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
-        text = "%s has waited for long enough, and could not be sent: %s. It is tried again in %g s."
+        text = "%s has waited for long enough, and could not be sent: %s It is tried again in %g s."
         logger.warning(text, call, error, _UNSENT_S, extra=fields(of=call))
         return _UNSENT_S
     return None

@@ -12,19 +12,19 @@ from typing import Any
 import click
 from celery import Celery
 
-from celery_setnx.byhand import drop_of_holder, let_others_go_on, tell
+from celery_setnx.byhand import let_others_go_on, release_each
 from celery_setnx.cli.asked import also_under, find, find_done, prefix, unknown
 from celery_setnx.cli.describe import fate, many, of_permits, of_starts, span, until
 from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
 from celery_setnx.lock.look import Sighting
-from celery_setnx.lock.marks import Mark, forget_each, free_all
-from celery_setnx.lock.survey import drop, forget_starts
-from celery_setnx.log import Log
+from celery_setnx.lock.names import done_name, mark_name
+from celery_setnx.lock.survey import BATCH, forget_starts
+from celery_setnx.lock.verbs import IfSame, if_same
+from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
 
-_BATCH = 1000
 _NOT_KNOWN = "Not released: its holder may still be running. Stop it first, or use --force."
 _NONE_KNOWN = (
     "Not released: all holders may still be running. Stop them first, or use --force, which releases all; "
@@ -70,15 +70,16 @@ def release_lock(
     if not chosen:
         raise NotReleased(_NOT_KNOWN if len(shown) == 1 else _NONE_KNOWN.format(shown[0].name))
     which = "it" if len(shown) == 1 else "all of them" if len(chosen) == len(shown) else _listed(chosen)
-    if not yes and not click.confirm(f"Release {which}?"):
-        raise NotReleased("Not released.")
-    dropped = [one for one in chosen if _dropped(app, one, force=force)]
-    for one in dropped:
+    _ask(f"Release {which}?", "Not released.", yes=yes)
+    _set_up_logging(app)
+    released, goes_on = release_each(app, chosen, by=_user(), renewed=force)
+    for one in released:
         say(f"Released {one.name}.")
-    if dropped:
-        _after_drop(app, sighting, dropped)
+    if released and goes_on:
+        say("Others wait in line; the first has its turn.")
+    names = [one.name for one in released]
     for one in chosen:
-        if one not in dropped:
+        if one.name not in names:
             raise NotReleased(f"Not released: {one.name} has changed meanwhile, or is no text. Look again.")
 
 
@@ -92,20 +93,6 @@ def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, ins
     more += f" {instead}" if instead else ""
     name = sighting.key if permit is None else f"{sighting.key}#{permit}"
     return NotReleased(f"Nothing to release: {name} is free.{more}")
-
-
-def _dropped(app: Celery, seen: Sighting, *, force: bool) -> bool:
-    """Delete a lock: by force whatever its holder does, as `byhand.release`; else if nobody renewed it."""
-    return drop_of_holder(app, seen) is not None if force else drop(client_for(app), seen)
-
-
-def _after_drop(app: Celery, sighting: Sighting, dropped: Sequence[Sighting]) -> None:
-    """Leave a trace of what was dropped, and let the line go on."""
-    _set_up_logging(app)
-    for one in dropped:
-        tell(app, one, _user())
-    if let_others_go_on(app, sighting):
-        say("Others wait in line; the first has its turn.")
 
 
 def _has_record(sighting: Sighting) -> bool:
@@ -132,15 +119,9 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
     say(f"{many(len(shown), 'call')} of {task} {are} marked as queued, such as {shown[0].mark}.")
     say("  A call that is queued after all runs all the same; it may only be published twice.")
     _say_who_shares(app, task)
-    if not yes and not click.confirm("Free the marks?"):
-        raise NotReleased("Not freed.")
-    marks = [Mark(sighting.key, str(sighting.mark)) for sighting in shown]
-    for start in range(0, len(marks), _BATCH):
-        error = free_all(client_for(app), marks[start : start + _BATCH])
-        if error is not None:
-            raise error
-    freed = many(len(marks), "mark")
-    _note(app, "%s of %s %s freed by hand, by %s.", freed, task, _were(len(marks)), _user())
+    _ask("Free the marks?", "Not freed.", yes=yes)
+    count = _dropped(app, [IfSame((mark_name(one.key),), (str(one.mark),)) for one in shown])
+    freed = _noted(app, count, "mark", task, "freed")
     say(f"Freed {freed} of {task}.")
 
 
@@ -154,8 +135,7 @@ def forget_done_of(app: Celery, task: str, *, yes: bool) -> None:
     say(f"{many(len(shown), 'call')} of {task} {are} as done, such as {shown[0].done_by}.")
     _say_who_shares(app, task)
     count = _forgotten(app, shown, yes=yes)
-    forgotten = many(count, "done call")
-    _note(app, "%s of %s %s forgotten by hand, by %s.", forgotten, task, _were(count), _user())
+    forgotten = _noted(app, count, "done call", task, "forgotten")
     say(f"Forgot {forgotten} of {task}.")
 
 
@@ -168,7 +148,9 @@ def forget_done_call(app: Celery, shown: Sighting, *, yes: bool) -> None:
     say(f"The call of {key} has succeeded, as {shown.done_by}, and {counts}.")
     if not _forgotten(app, [shown], yes=yes):
         raise NotReleased(f"Not forgotten: {key} has changed meanwhile. Look again.")
-    _note(app, "%s, done as %s, was forgotten by hand, by %s.", key, shown.done_by, _user())
+    _set_up_logging(app)
+    text = "%s, done as %s, was forgotten by hand, by %s."
+    logger.warning(text, key, shown.done_by, _user(), extra=fields(task=shown.task, key=key))
     say(f"Forgot {shown.done_by}.")
 
 
@@ -179,11 +161,8 @@ def forget_starts_of(app: Celery, sighting: Sighting, *, yes: bool) -> None:
         raise NotReleased(f"Nothing to forget: no start of {key} is noted.")
     say(f"Starts of {key}: {of_starts(sighting) or sighting.started}.")
     say("  Without them as many calls may start at once as in a new window.")
-    if not yes and not click.confirm("Forget them?"):
-        raise NotReleased("Not forgotten.")
-    count = forget_starts(client_for(app), sighting)
-    forgotten = many(count, "start")
-    _note(app, "%s of %s %s forgotten by hand, by %s.", forgotten, key, _were(count), _user())
+    _ask("Forget them?", "Not forgotten.", yes=yes)
+    forgotten = _noted(app, forget_starts(client_for(app), sighting), "start", key, "forgotten")
     say(f"Forgot {forgotten}.")
     if let_others_go_on(app, sighting):
         say("Others wait in line; as many as may start have their turn.")
@@ -193,15 +172,23 @@ def _forgotten(app: Celery, shown: Sequence[Sighting], *, yes: bool) -> int:
     """Ask, and forget what is still what was shown: how many."""
     which = "it" if len(shown) == 1 else "them"
     say(f"  Without {which} the next call is published, and runs.")
-    if not yes and not click.confirm(f"Forget {which}?"):
-        raise NotReleased("Not forgotten.")
+    _ask(f"Forget {which}?", "Not forgotten.", yes=yes)
+    return _dropped(app, [IfSame((done_name(one.key),), (str(one.done),)) for one in shown])
+
+
+def _ask(question: str, refused: str, *, yes: bool) -> None:
+    if not yes and not click.confirm(question):
+        raise NotReleased(refused)
+
+
+def _dropped(app: Celery, shown: Sequence[IfSame]) -> int:
+    """Delete what is still what was shown: how many."""
     count = 0
-    for start in range(0, len(shown), _BATCH):
-        batch = [(one.key, str(one.done)) for one in shown[start : start + _BATCH]]
-        for forgotten in forget_each(client_for(app), batch):
-            if isinstance(forgotten, Exception):
-                raise forgotten
-            count += forgotten
+    for start in range(0, len(shown), BATCH):
+        for is_dropped in if_same(client_for(app), shown[start : start + BATCH]):
+            if isinstance(is_dropped, Exception):
+                raise is_dropped
+            count += is_dropped
     return count
 
 
@@ -212,14 +199,12 @@ def _say_who_shares(app: Celery, task: str) -> None:
         say(f"  {', '.join(others)} share its scope: calls of theirs are among them.")
 
 
-def _were(count: int) -> str:
-    return "was" if count == 1 else "were"
-
-
-def _note(app: Celery, text: str, *details: Any) -> None:
-    """Leave a log line where the app logs to."""
+def _noted(app: Celery, count: int, what: str, of: str, done: str) -> str:
+    """Leave a log line of what was freed or forgotten: how many, in words."""
     _set_up_logging(app)
-    logger.warning(text, *details)
+    were = "was" if count == 1 else "were"
+    logger.warning("%s of %s %s %s by hand, by %s.", many(count, what), of, were, done, _user())
+    return many(count, what)
 
 
 def _set_up_logging(app: Celery) -> None:

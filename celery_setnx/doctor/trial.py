@@ -82,7 +82,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             logger.critical("This worker cannot lock. %s", error)
             raise
         except LockUnavailable as error:
-            logger.warning("%s. Until it answers, tasks do as their on_redis_error says.", error)
+            logger.warning("%s Until it answers, tasks do as their on_redis_error says.", error)
         except LockLost as error:
             logger.warning("%s It is only the lock of this worker's check, but the server forgets.", error)
         except REDIS_ERRORS:

@@ -18,7 +18,8 @@ from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.names import done_name, mark_name, other_permits, record_name
 from celery_setnx.lock.record import Holder, holder_of, task_of
 from celery_setnx.lock.scripts import Script, value_of
-from celery_setnx.lock.verbs import IfSame, if_same, if_this_is_same
+from celery_setnx.lock.verbs import IfSame, if_same, if_this_is_same, tell_if_same
+from celery_setnx.lock.wire import Failed
 
 GRACE_S = 10.0
 """Seconds for which a mark lasts until its message is known to be sent."""
@@ -111,19 +112,17 @@ def forget_done(client: redis.Redis, failures: Sequence[Failure]) -> LockUnavail
     return _first_error(FORGET.many(client, calls))
 
 
-def forget_each(
-    client: redis.Redis, successes: Sequence[tuple[str, str]]
-) -> list[bool | LockUnavailable | LockRefused]:
-    """Forget by hand that runs, by key and token, have succeeded: for each whether it counted until now."""
-    return if_same(client, [IfSame((done_name(key),), (token,)) for key, token in successes])
-
-
 def extend_all(
     client: redis.Redis, marks: Sequence[Mark], leases: Sequence[float]
 ) -> LockUnavailable | LockRefused | None:
     """Let many marks last for their leases in seconds, where they are their tasks' still; the first error."""
     cases = [IfSame((mark.name,), (mark.task_id,), lease) for mark, lease in zip(marks, leases)]
     return _first_error(if_same(client, cases))
+
+
+def extend(client: redis.Redis, mark: Mark, lease: float, *, failed: Failed) -> bool:
+    """The same for one mark, without waiting for the reply; False if nothing is sent. See `wire.tell`."""
+    return tell_if_same(client, IfSame((mark.name,), (mark.task_id,), lease), failed)
 
 
 def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:

@@ -28,7 +28,7 @@ from redis.exceptions import (
 
 from celery_setnx.exceptions import LockForbidden, LockRefused, LockUnavailable, is_misled
 from celery_setnx.lock.names import other_permits
-from celery_setnx.lock.wire import ask, ask_many
+from celery_setnx.lock.wire import Failed, ask, ask_many, tell
 
 # Replies that a healthy server stops giving by itself: by redis-py's class, by code, and as Redis 6.2 quotes
 # the code when a script meets it.
@@ -55,6 +55,9 @@ _USE = re.compile(r"^-- use: (.+)\n", re.MULTILINE)
 REDIS_ERRORS = (RedisError, RedisClusterException)
 """What redis-py raises: of a cluster that it cannot reach, an error that is none of its RedisErrors."""
 
+_KNOWN = "_setnx_scripts"
+"""The attribute of a client that says which scripts its server knows, as far as somebody tells it of them."""
+
 Keys = tuple[str, ...]
 Call = tuple[Keys, tuple[Any, ...]]
 Settled = list[Any] | LockUnavailable | LockRefused
@@ -78,10 +81,22 @@ class Script:
             try:
                 reply = ask(client, ("EVALSHA", self.sha, str(len(keys)), *keys, *_in_text(arguments)))
             except NoScriptError:
+                client.__dict__.pop(_KNOWN, None)
                 reply = ask(client, ("EVAL", self.text, str(len(keys)), *keys, *_in_text(arguments)))
         except REDIS_ERRORS as error:
             raise self._translated(keys[0], error) from error
         return self._texts_of(reply)
+
+    def tell(self, client: Any, keys: Keys, arguments: tuple[Any, ...], failed: Failed) -> bool:
+        """Run it, and wait for no reply; False if it is to be asked: as the first time. See `wire.tell`."""
+        known: set[str] = client.__dict__.setdefault(_KNOWN, set())
+        if self.sha not in known:
+            known.add(self.sha)
+            return False
+        try:
+            return tell(client, ("EVALSHA", self.sha, str(len(keys)), *keys, *_in_text(arguments)), failed)
+        except REDIS_ERRORS:
+            return False
 
     def many(self, client: Any, calls: Sequence[Call]) -> list[Settled]:
         """Run it once per (keys, arguments) in one round trip: for each its reply, or its error."""
@@ -116,6 +131,7 @@ class Script:
             replies = ask_many(server, commands)
             if isinstance(replies[0], NoScriptError):
                 # Forgotten, as by a new master: EVAL makes it known again, and all others go in one go again.
+                client.__dict__.pop(_KNOWN, None)
                 first = ask_many(server, [("EVAL", self.text, *commands[0][2:])])
                 replies = first + (ask_many(server, commands[1:]) if commands[1:] else [])
         except REDIS_ERRORS as error:

@@ -38,7 +38,8 @@ from celery_setnx.lock.record import (
     task_of,
     turn_of,
 )
-from celery_setnx.lock.scripts import PermitScript, Script
+from celery_setnx.lock.scripts import Call, PermitScript, Script
+from celery_setnx.lock.wire import Failed
 
 ACQUIRE, SERVE, FREE = PermitScript("acquire"), PermitScript("serve"), PermitScript("free")
 RENEW, RELEASE, HOLD, IF_SAME = Script("renew"), Script("release"), Script("hold"), Script("if_same")
@@ -288,13 +289,20 @@ class IfSame(NamedTuple):
     values: tuple[str | bytes, ...]
     last_s: float | None = None
 
+    def as_call(self) -> Call:
+        """Keys and arguments, as the script takes them."""
+        return self.keys, (*self.values, "" if self.last_s is None else int(self.last_s * 1000))
+
 
 def if_same(client: Any, cases: Sequence[IfSame]) -> list[bool | Error]:
     """lua/if_same.lua, many times in one round trip: for each whether the keys had these values still."""
-    calls = [
-        (keys, (*values, "" if last_s is None else int(last_s * 1000))) for keys, values, last_s in cases
-    ]
-    return [reply[0] == "done" if isinstance(reply, list) else reply for reply in IF_SAME.many(client, calls)]
+    replies = IF_SAME.many(client, [case.as_call() for case in cases])
+    return [reply[0] == "done" if isinstance(reply, list) else reply for reply in replies]
+
+
+def tell_if_same(client: Any, case: IfSame, failed: Failed) -> bool:
+    """lua/if_same.lua, whose reply nobody waits for; False if nothing is sent. See `wire.tell`."""
+    return IF_SAME.tell(client, *case.as_call(), failed)
 
 
 def if_this_is_same(client: Any, case: IfSame) -> bool:

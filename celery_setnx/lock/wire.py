@@ -29,6 +29,9 @@ except ImportError:
 Command = tuple[Any, ...]
 """Text: hiredis (3.5) crashes if a signal's handler raises while it makes text of a number."""
 
+Failed = Callable[[], object]
+"""What is done about a command whose reply nobody waits for, if that is an error, or lost."""
+
 _POOLS = (redis.ConnectionPool, SentinelConnectionPool)
 _WITH_COUNT = ("EVAL", "EVALSHA")
 _DEAD = (redis.ConnectionError, redis.TimeoutError)
@@ -52,6 +55,16 @@ def ask_many(client: Any, commands: Sequence[Command]) -> list[Any]:
         for command in commands:
             pipe.execute_command(*_with_count(command))
         return pipe.execute(raise_on_error=False)  # type: ignore[no-any-return]
+
+
+def tell(client: Any, command: Command, failed: Failed) -> bool:
+    """Send a command whose reply nobody waits for; False if it is not sent, and is to be asked.
+
+    It is executed even if this process ends at once. The next exchange over its connection reads the reply
+    before its own; if that one fails, or the connection is closed before, nobody hears of it.
+    """
+    wire = _wire_of(client)
+    return wire is not None and wire.tell(command, failed)
 
 
 def sent_again() -> int:
@@ -99,6 +112,8 @@ class Wire:
             packed = _packed(connection, command)
             try:
                 connection.send_packed_command(packed)
+                if connection.setnx_failed is not None:
+                    _read_unread(connection)
                 reply = connection.read_response()
             except _DEAD as error:
                 reply = self._again(connection, error, idle, packed, connection.read_response)
@@ -122,6 +137,8 @@ class Wire:
             packed = [b"".join(part for command in commands for part in _packed(connection, command))]
             try:
                 connection.send_packed_command(packed)
+                if connection.setnx_failed is not None:
+                    _read_unread(connection)
                 replies = read()
             except _DEAD as error:
                 replies = self._again(connection, error, idle, packed, read)
@@ -130,6 +147,20 @@ class Wire:
             raise
         self._idle.append(connection)
         return replies
+
+    def tell(self, command: Command, failed: Failed) -> bool:
+        """Send a command, and leave its reply in the connection: one at most, as they are not counted."""
+        connection, _idle = self._take()
+        tells = connection.setnx_failed is None and not self._looks
+        try:
+            if tells:
+                connection.send_packed_command(_packed(connection, command))
+                connection.setnx_failed = failed
+        except BaseException:
+            connection.disconnect()
+            raise
+        self._idle.append(connection)
+        return tells
 
     def hang_up(self) -> None:
         """Close the connections that lie idle; a parent's are left alone."""
@@ -142,6 +173,7 @@ class Wire:
     ) -> Any:
         """Send and read again, as often as the client would: every script knows its own token."""
         _sent.again += 1
+        lost, connection.setnx_failed = connection.setnx_failed, None
         failures = [error]
         if idle and isinstance(error, redis.ConnectionError):
             failures.clear()  # the server has closed it since it was used: that was no attempt
@@ -154,7 +186,10 @@ class Wire:
             connection.send_packed_command(packed)
             return read()
 
-        return connection.retry.call_with_retry(once_more, lambda _error: self._hang_up(connection))
+        reply = connection.retry.call_with_retry(once_more, lambda _error: self._hang_up(connection))
+        if lost is not None:
+            lost()
+        return reply
 
     def _take(self) -> tuple[Any, bool]:
         """A connection, and whether it lay idle and was not looked at."""
@@ -164,6 +199,7 @@ class Wire:
             connection = self._idle.pop()
         except IndexError:
             connection = self._pool.connection_class(**self._pool.connection_kwargs)
+            connection.setnx_failed = None  # a `Failed`, where `tell` has left a reply unread
             connection.connect()  # to send would connect as well, but not ask the Sentinels where
             self._looks = _sends_once(connection)
             return connection, False
@@ -232,6 +268,14 @@ def _reply(connection: Any) -> Any:
         return connection.read_response()
     except ResponseError as error:
         return error
+
+
+def _read_unread(connection: Any) -> None:
+    """Read the reply that `tell` has left in a connection."""
+    is_refused = isinstance(_reply(connection), ResponseError)
+    failed, connection.setnx_failed = connection.setnx_failed, None
+    if is_refused:
+        failed()
 
 
 def _wire_of(client: Any) -> Wire | None:

@@ -1,4 +1,4 @@
-"""An attempt: one delivery of one call. It asks for its lock, runs or waits, and gives back what it has."""
+"""One delivery of one call: what is known of it, and what carries out the steps that `decide` names."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from celery_setnx.call.arrived import let_go
 from celery_setnx.call.back import EVENTS, NONCE, Dropped, come_back, counts_once, tells_redelivery
 from celery_setnx.call.ended import free_ended, stored_end
 from celery_setnx.call.guard import Guard
-from celery_setnx.call.message import Call, RunningCall, has_random_id, retries_of
+from celery_setnx.call.message import Call, RunningCall, retries_of
 from celery_setnx.call.wake import give_turns, look_within, report_take_over
 from celery_setnx.connection import client_for, new_client
 from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
-from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.receipt import has_receipt
-from celery_setnx.lock.record import ORIGINAL, Holder, task_token
+from celery_setnx.lock.record import Holder, task_token
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import UNSET
 from celery_setnx.run.conflict import Conflict, WaitInLine, backoff, is_own, policy_of, skip_done
 from celery_setnx.run.decide import Ask, Facts, Policy, decide
 from celery_setnx.run.events import follow
 from celery_setnx.run.join import holders_end, joined_by, result_of
+from celery_setnx.run.linger import BEHIND, YOUNG_S, linger
 from celery_setnx.run.park import Parked, may_stand_in_line, park
 from celery_setnx.run.receipt import receipt_of
 from celery_setnx.run.started import store_started
@@ -50,34 +50,30 @@ from celery_setnx.signals import lock_acquired, lock_lost, lock_taken_over, lock
 logger = Log("celery_setnx")
 
 _LOOK_AGAIN_S = 1.0
-_LATE_S = 1.0  # by which the last look of a call that retries may come after its max_wait
+_LATE_S = 1.0  # a call that comes back may make its last try this long after its max_wait
 _NONCE = re.compile("[0-9a-f]{1,64}")
 _STARTED = "another message has started this call, or has failed"
 
-# What a message has of a call that another call, or what follows, waits for.
+# Fields of a message whose call something else waits for.
 _AWAITED = ("parent_id", "group", "chord", "chain", "callbacks", "errbacks")
-
-# A call that meets a lock as young as this, behind as few others, stands in line in its pool slot before it
-# is parked, as a mutex spins before it sleeps: between short bodies a message to and fro would take longer
-# than they do.
-_YOUNG_S = 0.02
-_LINGER_BEHIND = 3
-LINGER_S = 0.1
-_LINGER_POLL_S = 0.0005
 
 
 class Attempt:
-    """One delivery of one call: `decide` says what it does next, by the `facts` that it has gathered."""
+    """One delivery of one call.
+
+    `decide` names the next step. A question notes its answer in `facts`, and an end is the last step. Each
+    step is a method with the name that it has in `Ask` or `End`.
+    """
 
     conflict: Conflict
     held: HeldLock | None = None
     outcome = Outcome(False)
     acquired_at = 0.0
     has_begun = has_succeeded = False  # its body
-    keeps_mark = False  # its own, under its lock: it may be that of the attempt's retry
+    keeps_mark = False  # the mark that it has found under its lock may be that of its retry
     is_told = False  # that another thread has asked for its lock
-    lingers_since = 0.0  # server time since which it stands in line in its pool slot; 0: never
-    has_parked = False  # whether it was about to wait in line when its turn came
+    lingers_since = 0.0  # server time at which it began to stand in line in its pool slot; 0: it did not
+    has_parked = False  # its turn came while it parked
     _waits: Parked | None = None
     _stored: Mapping[str, Any] | None = None
     _why_dropped = _STARTED
@@ -95,19 +91,19 @@ class Attempt:
             follow(task.app, request.hostname, wanted=properties[EVENTS])
         try:
             self.options = guard.options_of(self.call.options)
-            if self.options.on_conflict == "join" and not request.is_eager:  # whose result is stored nowhere
+            if self.options.on_conflict == "join" and not request.is_eager:  # an eager result is not stored
                 guard.check_backend(self.options)
             given = Arguments.given_to(task, args, kwargs) if request.is_eager else Arguments(args, kwargs)
             self.lock = guard.lock(self.call, given, info_of(self.call, request.hostname))
         except SetnxError:
-            if self.call.marked:  # refused here, whatever its producer could know
+            if self.call.marked:  # its publisher did not know that it is refused here
                 free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])
             raise
         if not self.call.key:
             self.call = self.call._replace(key=self.lock.name)
         is_awaited = any(getattr(request, name, None) for name in _AWAITED)
         if self.call.bare and self.options.dedupe_for and not is_awaited:
-            self.call = self.call._replace(unasked=True)  # which its message says, should it come back
+            self.call = self.call._replace(unasked=True)  # its message says so if it comes back
         self.token = task_token(self.call.task_id, retries_of(request.retries), _nonce_of(request))
         self.keeper = keeper_for_process(self.lock.clock)
         self.running = RunningCall(self.call)
@@ -118,10 +114,10 @@ class Attempt:
         return str(self.call)
 
     def decided(self, body: Callable[[], Any]) -> Any:
-        """What the call ends with: the body's result, or what becomes of it without."""
+        """The body's result, or what the call ends with instead."""
         self.body = body
         while isinstance(step := decide(self.facts), Ask):
-            self.facts = getattr(self, f"_{step.name.lower()}")()
+            getattr(self, f"_{step.name.lower()}")()
         return getattr(self, f"_{step.name.lower()}")()
 
     def send(self, signal: Signal, **details: Any) -> None:
@@ -131,14 +127,14 @@ class Attempt:
             signal.send(sender=self.task, task_id=self.request.id, **details)
 
     def patiently(self, ask: Callable[[], Any], unguarded: Any) -> Any:
-        """What Redis says, asked again for up to a lease; `unguarded` if the body is to run all the same."""
+        """The reply of Redis, asked again for up to a lease; `unguarded` if the body runs without a lock."""
         give_up = None
         pause = 0.05
         while True:
             try:
                 return ask()
             except LockUnavailable as error:
-                if error.unsent:  # the broker's trouble, which no patience with Redis ends
+                if error.unsent:  # the broker is in trouble, not Redis
                     raise
                 say_loudly(error)
                 if self.options.on_redis_error == "run":
@@ -168,61 +164,58 @@ class Attempt:
             reason,
             extra=fields("lost", call),
         )
-        if call.copy != ORIGINAL:
+        if call.is_woken:
             # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
             with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
                 leave(new_client(self.task.app), call.place(BEGUN_S), copy=call.copy)
         self.send(lock_lost, fence=held.fence, reason=reason)
 
     def give_turns(self) -> None:
-        """Wake the one to whom the lock was handed by its release, or note when to look at its line."""
+        """Wake the call that the lock was handed to by its release, or note when to look at its line."""
         give_turns(self.task.app, self.task.name, self.lock)
 
     @property
     def is_woken(self) -> bool:
-        """Whether its turn has come once, so that other messages may start the call, too."""
-        return self.call.copy != ORIGINAL or self.has_parked
+        """Whether another message may start the call, too: its turn has come before, or while it parked."""
+        return self.call.is_woken or self.has_parked
 
     def waited_s(self) -> float:
-        """Seconds since this attempt met its lock held, whether it has come back since or lingers."""
+        """Seconds since this attempt first met a held lock; 0 if it has not."""
         since = self.lingers_since or self.call.since
         return max(0.0, self.outcome.server_time - since) if since else 0.0
 
-    # What is known before anybody is asked.
+    # Facts that need no question.
 
     def _known(self, *, is_awaited: bool) -> Facts:
         call, options, request, task = self.call, self.options, self.request, self.task
         self._policy = policy_of(options, request)
-        is_again = call.redelivered or (task.acks_late and not tells_redelivery(task.app))
-        has_waited = call.redelivered and call.waits and call.copy == ORIGINAL
-        is_done_asked = call.unasked or call.marked is True  # where something waits for it, it runs
-        return Facts(
-            policy=_named(self._policy),
-            again=bool(is_again and not request.is_eager),
-            has_begun=bool(call.redelivered or request.retries),
-            may_be_new=call.bare and not call.redelivered,
-            is_eager=bool(request.is_eager),
-            joins=options.on_conflict == "join" and call.join is not None,
-            asks_queued=bool(
-                options.dedupe == "until_started" and call.bare and not (is_awaited or request.is_eager)
-            ),
-            asks_done=bool(
-                options.dedupe_for
-                and is_done_asked
-                and not (request.callbacks or request.errbacks or request.retries or request.is_eager)
-            ),
-            # Of a message that is acknowledged early there is no other: it has waited for the attempt before.
-            # And a lock that was held for it is kept: given back here, it would be anybody's.
-            looks_again=bool(has_waited and not call.asked and task.acks_late and not options.hold_on_retry),
+        is_again = call.again or (task.acks_late and not tells_redelivery(task.app))
+        has_waited = call.again and call.waits and not call.is_woken
+        is_done_asked = call.unasked or call.marked is True  # else something waits for it, and it runs
+        is_linked = request.callbacks or request.errbacks or request.retries
+        facts, is_eager = Facts(_named(self._policy)), bool(request.is_eager)
+        facts.is_eager, facts.again = is_eager, bool(is_again and not is_eager)
+        facts.has_begun = bool(call.again or request.retries)
+        facts.may_be_new = call.bare and not call.again
+        facts.joins = options.on_conflict == "join" and call.join is not None
+        if options.dedupe == "until_started":
+            facts.asks_queued = call.bare and not (is_awaited or is_eager)
+        if options.dedupe_for:
+            facts.asks_done = is_done_asked and not (is_linked or is_eager)
+        # A message that is acknowledged early has no twin: it has waited for the attempt before it. And a
+        # lock that was held for it stays: given back here, it would be free for all.
+        facts.looks_again = bool(
+            has_waited and not call.asked and task.acks_late and not options.hold_on_retry
         )
+        return facts
 
-    # Questions, by the names that `Ask` has: each returns the facts with what it has learned.
+    # Questions: each notes its answer in the facts.
 
-    def _ask_joined(self) -> Facts:
-        """What is stored of the call with whose result this one ends."""
+    def _ask_joined(self) -> None:
+        """The stored end of the joined call."""
 
         def ask() -> Any:
-            if self.held is not None:  # the other may have had the lock before, and have given it back since
+            if self.held is not None:  # the joined call may have given the lock back meanwhile
                 holder, now = None, self.held.server_time()
             else:
                 seen = self.lock.look()
@@ -231,65 +224,60 @@ class Attempt:
             return end
 
         self.joined_end = self.patiently(ask, UNSET) if self.held is None else ask()
-        return self.facts._replace(joined=self.joined_end is not UNSET)
+        self.facts.joined = self.joined_end is not UNSET
 
-    def _acquire(self) -> Facts:
-        outcome = self._linger()
-        facts = self.facts._replace(
-            policy=_named(self._policy), freed=None, ended=None, met=False, is_queued=None, place=None
-        )
+    def _acquire(self) -> None:
+        outcome, facts = self._ask_until_parked(), self.facts
+        facts.policy, facts.announced = _named(self._policy), False
+        facts.freed = facts.ended = facts.is_queued = facts.place = None
         if outcome is None:
-            return facts._replace(told="unguarded")
+            facts.answer = "unguarded"
+            return
         self.outcome, self.held = outcome, outcome.lock
-        if outcome.stale:
-            return facts._replace(told="stale")
-        facts = facts._replace(may_have_ended=self._may_have_ended())
-        if self.held is not None:
+        facts.answer = "stale" if outcome.stale else "held" if self.held is None else "acquired"
+        facts.may_have_ended = facts.again or self._may_have_twin()
+        facts.is_over = self._is_over(0.0 if self.held is None else _LATE_S)
+        if facts.answer == "acquired":
             self.acquired_at = self.lock.clock()
             self.keeps_mark = facts.again and outcome.mark == self.call.task_id
-            looks_again = facts.looks_again and outcome.taken_over_from is None
-            return facts._replace(
-                told="acquired", joined=None, is_over=self._is_over(_LATE_S), looks_again=looks_again
-            )
-        holder = cast("Holder", outcome.holder)
-        return facts._replace(
-            told="held",
-            is_paced=outcome.paced,
-            is_same=holder.task_id == self.call.task_id,
-            is_own=is_own(self.call, holder),
-            runs=holder.state == "running",
-            is_held_back="held_for_retry" in self._others().values(),
-            is_over=self._is_over(),
-        )
+            facts.looks_again &= outcome.taken_over_from is None
+            facts.joined = None
+        elif facts.answer == "held":
+            holder = cast("Holder", outcome.holder)
+            facts.is_paced, facts.runs = outcome.paced, holder.state == "running"
+            facts.is_same = holder.task_id == self.call.task_id
+            facts.is_own = is_own(self.call, holder)
+            facts.is_held_back = "held_for_retry" in self._others().values()
 
-    def _rename(self) -> Facts:
-        """The call that had this task id has begun long ago: this is another, which has no ticket."""
+    def _rename(self) -> None:
+        """The call with this task id has begun long ago. This is a new one, which has no ticket yet."""
         self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
-        return self.facts._replace(told=None, may_be_new=False, asks_queued=False)
+        self.facts.answer = None
+        self.facts.may_be_new = self.facts.asks_queued = False
 
-    def _free_held(self) -> Facts:
+    def _free_held(self) -> None:
         others = self._others()
-        freed = any(self._frees(others[other], other) for other in others)
-        return self.facts._replace(freed=freed)
+        self.facts.freed = any(self._frees(others[other], other) for other in others)
 
-    def _ask_ended(self) -> Facts:
-        """Whether the attempt has ended before: release never means that it has."""
+    def _ask_ended(self) -> None:
+        """Whether the attempt has ended before. That its lock was released does not tell."""
         stored = self._success_before()
         if stored is not None:
             is_counted_once = self.request.chord and counts_once(self.task.backend)
             self._stored, self._why_dropped = stored, "it has succeeded before"
-            return self.facts._replace(ended="stored" if is_counted_once else "told")
+            self.facts.ended = "stored" if is_counted_once else "noted"
+            return
         receipt = receipt_of(self.guard, self.call) if self.facts.again else None
-        # Before its end was reported, a chord has counted it.
+        # A chord counts its member before the receipt is written.
         has_ended = receipt and self.patiently(partial(has_receipt, self.lock.client, receipt), False)
         if has_ended:
             self._why_dropped = "it has ended before"
-        return self.facts._replace(ended="told" if has_ended else "no")
+        self.facts.ended = "noted" if has_ended else "no"
 
-    def _mark(self) -> Facts:
-        """Mark the key for a call that nobody has asked for, or find the queued call that it duplicates.
+    def _mark(self) -> None:
+        """Mark the key as a publisher does, or find the queued call that it duplicates.
 
-        Beat so publishes a task that it has not imported: else every tick would wait in line, and run.
+        Beat publishes a task that it has not imported without asking: else every tick would wait, and run.
         """
         options, mark = self.options, Mark(self.lock.name, self.call.task_id)
         found: Any = None
@@ -299,12 +287,12 @@ class Attempt:
                 break
         is_queued = isinstance(found, Marked) and found.is_duplicate
         self._queued_as = found.task_id if is_queued else None
-        if isinstance(found, Marked) and not is_queued:  # else it is not known, and it waits all the same
+        if isinstance(found, Marked) and not is_queued:  # without an answer it waits all the same
             self.call = self.call._replace(marked=True)
-        return self.facts._replace(is_queued=is_queued)
+        self.facts.is_queued = is_queued
 
-    def _meet(self) -> Facts:
-        """What it has met. A call that joins ends with that one's result, however it waits for it."""
+    def _announce(self) -> None:
+        """Send `lock_conflict`; a call that joins chooses whose result it ends with."""
         call, outcome, facts = self.call, self.outcome, self.facts
         if self.options.on_conflict == "join" and not facts.is_eager:
             joined = joined_by(self.task, cast("Holder", outcome.holder), call)
@@ -312,34 +300,33 @@ class Attempt:
         since = self.lingers_since or call.since or outcome.server_time
         queued_as = self._queued_as if facts.is_queued else None
         conflict = Conflict(self.task, call._replace(since=since), self.options, outcome, queued_as)
-        conflict.tell(policy=facts.told_policy)
+        conflict.tell(policy=facts.announced_policy)
         self.conflict = conflict
-        return facts._replace(met=True, joins=self.options.on_conflict == "join" and call.join is not None)
+        facts.announced, facts.joins = True, self.options.on_conflict == "join" and call.join is not None
 
-    def _ask_line(self) -> Facts:
+    def _ask_line(self) -> None:
         self.conflict.check_base()
-        return self.facts._replace(may_stand=may_stand_in_line(self.task, self.conflict.call))
+        self.facts.may_stand = may_stand_in_line(self.task, self.conflict.call)
 
-    def _park(self) -> Facts:
-        place, self._waits = park(self.task, self.conflict.call, self.options, self.outcome)
-        self.has_parked = self.has_parked or place == "turn"
-        return self.facts._replace(place=place)
+    def _park(self) -> None:
+        self.facts.place, self._waits = park(self.conflict)
+        self.has_parked = self.has_parked or self.facts.place == "turn"
 
-    def _ask_done(self) -> Facts:
-        """Which call has succeeded in this one's stead.
+    def _ask_done(self) -> None:
+        """Whether the same call has succeeded within `dedupe_for`.
 
-        Asked under the lock, because a success is noted in the step that gives it back.
+        Asked under the lock, because the release notes the success.
         """
         held = cast("HeldLock", self.held)
         done: str | None = self.patiently(partial(done_by, self.lock.client, self.lock.name), None)
-        if held.remaining_s() < self.lock.lease_s / 2:  # Redis was away, and nobody has renewed it yet
+        if held.remaining_s() < self.lock.lease_s / 2:  # Redis was away, and the lease is not renewed yet
             self._come_back_later(
                 f"{self.lock.name} had been held for too long when Redis said that the call is to run"
             )
         self._done = done
-        return self.facts._replace(is_done=done not in (None, self.call.task_id))
+        self.facts.is_done = done not in (None, self.call.task_id)
 
-    def _begin(self) -> Facts:
+    def _begin(self) -> None:
         held, outcome, call = cast("HeldLock", self.held), self.outcome, self.call
         self.request.setnx_lock = held
         waited_s = self.waited_s()
@@ -348,18 +335,18 @@ class Attempt:
             dead, told = outcome.taken_over_from, fields("taken_over", call)
             report_take_over(self.task.app, self, held.key, dead, outcome.server_time, told)
             self.send(lock_taken_over, fence=held.fence, holder=dead)
-        if call.copy != ORIGINAL:
+        if call.is_woken:
             text = "%s has its turn: it waited %.1f s for %s."
             logger.info(text, self, waited_s, held.key, extra=fields("woken", call))
             self.send(lock_woken, waited_s=waited_s)
         self.send(lock_acquired, fence=held.fence, waited_s=waited_s)
-        return self.facts._replace(begun=True)
+        self.facts.begun = True
 
-    # Ends, by the names that `End` has: each returns the call's result, or raises.
+    # Ends: each returns the call's result, or raises.
 
     def _run(self) -> Any:
-        # The first start of what is delivered again has ended the mark; but another's was set since.
-        has_begun = self.call.redelivered and self.outcome.mark is None
+        # If it was redelivered, its first start has ended the mark.
+        has_begun = self.call.again and self.outcome.mark is None
         if self.call.marked is True and self.outcome.mark != self.call.task_id and not has_begun:
             self._report_lapse(self.outcome.mark)
         store_started(self.task, self.request)
@@ -369,7 +356,7 @@ class Attempt:
         self.has_begun = True
         let_go(self.request)
         result = self.body()
-        self.has_succeeded = not self.request.is_eager  # whose result is stored nowhere
+        self.has_succeeded = not self.request.is_eager  # an eager result is not stored
         return result
 
     def _run_unguarded(self) -> Any:
@@ -381,10 +368,9 @@ class Attempt:
         return result_of(self.joined_end)
 
     def _end_as_stored(self) -> Any:
-        """The stored result of a chord's member: Celery may have died before it counted that.
+        """The stored result of a chord's member: the worker may have died before the chord counted it.
 
-        Callbacks, and what follows in a chain, were sent before it was stored. So nothing is left to be done
-        for other calls, nor where a member that is counted twice would be two.
+        Callbacks and the next task of a chain were sent before the result was stored, so they are left out.
         """
         text = "%s has succeeded before, and is counted again for its chord."
         logger.info(text, self, extra=fields("dropped", self.call))
@@ -404,7 +390,7 @@ class Attempt:
         try:
             return self._policy(self.conflict)
         except WaitInLine:
-            self.facts = self.facts._replace(policy="wait")
+            self.facts.policy = "wait"
             return self.decided(self.body)
 
     def _fail(self) -> NoReturn:
@@ -425,7 +411,7 @@ class Attempt:
         self.conflict.wait_for_own()
 
     def _look_again(self) -> NoReturn:
-        """The other may have given the lock back a moment ago: its end is told after its links are sent."""
+        """The other delivery may have released the lock a moment ago: Celery stores its result after that."""
         reason = "another delivery of it has had the lock, and may be about to end"
         come_back(self.task, self.call._replace(asked=1), _LOOK_AGAIN_S, reason, own=True)
 
@@ -437,44 +423,80 @@ class Attempt:
         logger.info("%s: this message is dropped: %s.", self, reason, extra=fields("dropped", self.call))
         raise Dropped(reason)
 
-    # What they need.
+    # Parts of steps.
+
+    def _ask_until_parked(self) -> Outcome | None:
+        """Ask for the lock, and again for some milliseconds if it is young; None: run without it."""
+        call, options = self.call, self.options
+        stands = self.facts.policy == "wait" and options.may_wait
+        stands = stands and not call.shares_id  # else its place in line may be that of another call
+        linger_s = YOUNG_S if stands else 0.0
+        outcome = self._ask_for_lock(linger_s)
+        if outcome is None or outcome.holder is None:
+            return outcome
+        since = None
+        if stands:
+            self.lingers_since = since = call.since or outcome.server_time
+            stands = outcome.waiters < BEHIND and options.max_wait != 0
+        ask = partial(self._ask_for_lock, linger_s, since)
+        return linger(outcome, ask, self.lock.clock, call.task_id, stands=stands, is_woken=self.is_woken)
+
+    def _ask_for_lock(self, linger_s: float, since: float | None = None) -> Outcome | None:
+        call, again = self.call, self.facts.again
+        details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
+        if linger_s or call.attempt or again or self.is_woken:
+            # 0 seconds mark the first command of a first delivery: it may arrive late, when its call waits.
+            remember_s = BEGUN_S if self.is_woken or (again and self.options.may_wait) else 0.0
+            details |= {
+                "copy": call.copy,
+                "attempt": call.attempt,
+                "remember": remember_s,
+                "linger": linger_s,
+            }
+            details["since"] = (call.since if call.is_woken else 0.0) if since is None else since
+        if again:
+            details["second"] = True
+        if call.is_one_of_several:
+            details["shared"] = True
+        same_host = self.guard.settings.same_host
+        ask = partial(self.lock.acquire_at_death, same_host=same_host, **details)
+        outcome: Outcome | None = self.patiently(ask, None)
+        if outcome is not None and outcome.is_due:
+            look_within(self.task.app, self.task.name, self.lock.name, 0.0)
+        if outcome is not None and outcome.holder is not None and self.facts.is_eager:
+            # An eager replace() runs inside the body that it replaces, under its lock.
+            return None if outcome.holder.task_id == call.task_id else outcome
+        return outcome
 
     def _come_back_later(self, reason: str) -> NoReturn:
         come_back(self.task, self.call, backoff(self.options, self.call.waits), reason)
 
     def _is_over(self, late_s: float = 0.0) -> bool:
-        """Whether it has waited for `max_wait`, and so many seconds more."""
+        """Whether it has waited for `max_wait` and `late_s` more."""
         max_wait = self.options.max_wait
         return max_wait is not None and self.waited_s() >= max_wait + late_s
 
     def _others(self) -> dict[str | None, str]:
-        """Which other calls stand in its way, and the states of their locks."""
+        """The other calls that hold the lock, by task id, with its state."""
         holders = (self.outcome.holder, self.outcome.ends_first)
         return {each.task_id: each.state for each in holders if each and each.task_id != self.call.task_id}
 
     def _frees(self, state: str, task_id: str | None) -> bool:
-        """Whether a call has ended which the lock server takes for one that is to come, and is freed."""
+        """Whether that call has ended, though Redis expects it, and its lock or mark is free now."""
         return free_ended(self.task.app, self.task.name, self.lock.name, task_id, state)
 
-    def _may_have_ended(self) -> bool:
-        """Whether another delivery of this attempt may have ended."""
-        return self.facts.again or self._may_have_twin()
-
     def _may_have_twin(self) -> bool:
-        """Whether another message, or delivery, of this attempt may have stored its result."""
-        # A message that has waited may have a twin that was delivered again, if it is acknowledged late: its
-        # sender has died, or was not told that the broker has it. One that was woken has one if the lock
-        # server came back with older data, in which it waits.
+        """Whether another message or delivery of this attempt may have stored its result."""
         call = self.call
-        was_sent_again = call.copy != ORIGINAL
-        has_waited = was_sent_again or call.waits or self.has_parked or self.lingers_since
-        is_sent_twice = has_waited and (
-            self.task.acks_late or (was_sent_again and has_random_id(call.task_id))
-        )
-        return bool(call.redelivered or is_sent_twice)
+        if call.again:
+            return True
+        if self.task.acks_late:  # the delivery that sent this message may come again
+            return bool(self.is_woken or call.waits or self.lingers_since)
+        # Redis may have come back with older data, in which the call waits.
+        return call.is_woken and not call.shares_id
 
     def _success_before(self) -> Mapping[str, Any] | None:
-        """What is stored of this call, if it is another delivery of one that has succeeded."""
+        """The stored success of this attempt, if another delivery of it may have one."""
         if not self._may_have_twin():
             return None
         stored = stored_end(self.task.app, self.task.name, self.request.id, its_own=True)
@@ -492,71 +514,10 @@ class Attempt:
         self.send(uniqueness_lapsed, marked_by=marked_by)
 
     def _free_mark(self) -> None:
-        """The body begins, as with the acquisition of any other delivery."""
+        """End the mark: for other deliveries acquiring does so."""
         error = free_all(self.lock.client, [Mark(self.lock.name, self.call.task_id)])
         if error is not None:
             raise error
-
-    def _try_to_acquire(self, linger: float = 0.0, since: float | None = None) -> Outcome | None:
-        """The outcome; None if Redis cannot be asked, and the body is to run all the same."""
-        call, is_again = self.call, self.facts.again
-        details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
-        if linger or call.attempt or is_again or self.is_woken:
-            # By 0 seconds the first command of a first delivery is known, which may come late: when its call
-            # waits in line.
-            remember_s = BEGUN_S if self.is_woken or (is_again and self.options.may_wait) else 0.0
-            details |= {"copy": call.copy, "attempt": call.attempt, "remember": remember_s}
-            waits_since = call.since if call.copy != ORIGINAL else 0.0
-            details |= {"linger": linger, "since": waits_since if since is None else since}
-        if is_again:
-            details["second"] = True
-        if call.is_one_of_several:
-            details["shared"] = True
-        same_host = self.guard.settings.same_host
-        outcome: Outcome | None = self.patiently(
-            partial(self.lock.acquire_at_death, same_host=same_host, **details), None
-        )
-        if outcome is not None and outcome.is_due:
-            look_within(self.task.app, self.task.name, self.lock.name, 0.0)
-        if outcome is not None and outcome.holder is not None and self.request.is_eager:
-            # An eager replace() runs within the body, and under the lock, that it replaces.
-            return None if outcome.holder.task_id == call.task_id else outcome
-        return outcome
-
-    def _linger(self) -> Outcome | None:
-        """Try to acquire; a call that is going to wait tries for some milliseconds, if that may do."""
-        waits = self.options.may_wait and self._policy == "wait"
-        stands = waits and not self.call.shares_id  # else its place in the line may be another call's
-        linger_s = _YOUNG_S if stands else 0.0
-        outcome = self._try_to_acquire(linger=linger_s)
-        if outcome is None or outcome.holder is None:
-            return outcome
-        since = None
-        if stands:
-            self.lingers_since = since = self.call.since or outcome.server_time
-        give_up = self.lock.clock() + LINGER_S
-        parks_now = not stands or outcome.waiters >= _LINGER_BEHIND or self.options.max_wait == 0
-        while outcome is not None and (pause_s := self._asks_again_in(outcome, parks_now=parks_now)):
-            if self.lock.clock() > give_up:
-                break
-            time.sleep(pause_s)
-            outcome = self._try_to_acquire(linger=linger_s, since=since)
-        return outcome
-
-    def _asks_again_in(self, outcome: Outcome, *, parks_now: bool) -> float:
-        """Seconds after which the call asks again in its pool slot; 0 if it does not."""
-        if outcome.paced and self.is_woken:  # it may have been handed its permit ahead of its start
-            remaining_s = outcome.remaining_s or 0.0
-            return remaining_s if remaining_s <= AHEAD_S else 0.0
-        if parks_now or outcome.is_due or not self._is_young(outcome.holder, outcome.server_time):
-            return 0.0
-        return _LINGER_POLL_S * max(1, outcome.waiters)
-
-    def _is_young(self, holder: Holder | None, server_time: float) -> bool:
-        """True if another call has had the lock, or was woken for it, since a moment ago."""
-        if holder is None or holder.since is None or holder.task_id == self.call.task_id:
-            return False
-        return holder.state in ("running", "handed") and server_time - holder.since < _YOUNG_S
 
 
 def _named(policy: Any) -> Policy:
@@ -564,7 +525,7 @@ def _named(policy: Any) -> Policy:
 
 
 def info_of(call: Call, worker: str | None) -> str:
-    """What the record of a call's lock says of it, and of this process; the task's id is in the token."""
+    """The part of a lock's record about this call and this process. The task id is in the token."""
     said = _info_of_process(os.getpid(), call.task, worker)
     if call.is_one_of_several:
         said = f'{said[:-1]},"call":"{call.call_id}"}}'
@@ -577,6 +538,6 @@ def _info_of_process(pid: int, task: str, worker: str | None) -> str:
 
 
 def _nonce_of(request: Context) -> str:
-    """What makes the token of this delivery its own: said by the worker's parent, if it has a part in it."""
+    """The part of the token that tells deliveries apart; the worker's parent gives it, if there is one."""
     known = (request.properties or {}).get(NONCE)
     return known if isinstance(known, str) and _NONCE.fullmatch(known) else os.urandom(6).hex()

@@ -14,7 +14,7 @@ from celery_setnx.call.guard import is_singleton
 from celery_setnx.call.message import Call
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.lock.outcome import Outcome
-from celery_setnx.lock.record import ORIGINAL, Holder
+from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s
 from celery_setnx.signals import call_deduplicated, lock_conflict
@@ -24,7 +24,7 @@ logger = Log("celery_setnx")
 
 _SKIPPED = "skipped"
 _OF_HOLDER = ("task", "task_id", "worker", "state", "fence", "since", "deadline")
-"""What the result of a skipped call says of the holder."""
+"""Fields of the holder that the result of a skipped call has."""
 
 
 def is_skipped(result: Any) -> bool:
@@ -44,11 +44,11 @@ class Conflict:
 
     Attributes:
         task: The task; `task.request` is the call.
-        call: What its message says of it.
+        call: The call, as its message describes it.
         options: The options of this call.
-        outcome: What its attempt to acquire the lock found.
-        queued_as: Id of the queued task of which this call turned out to be a duplicate, because nobody asked
-            when it was published; it is skipped, whatever the policy. Defaults to None.
+        outcome: What the attempt to acquire the lock found.
+        queued_as: Id of the queued task that this call duplicates, if its publisher did not ask. Such a call
+            is skipped, whatever the policy. Defaults to None.
     """
 
     task: Task
@@ -64,18 +64,18 @@ class Conflict:
 
     @property
     def holder(self) -> Holder:
-        """Who holds the lock; of several who has held it for longest."""
+        """The holder of the lock; of several the one that has held it for longest."""
         return cast("Holder", self.outcome.holder)
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds until the holder's deadline, of several the first one's; None if it has none."""
+        """Seconds until the holder's deadline, of several the first deadline; None if there is none."""
         return self.outcome.remaining_s
 
     @property
     def has_begun(self) -> bool:
-        """Whether a body of the call may have run before, as its own retry or as a second delivery."""
-        return bool(self.call.redelivered or self.task.request.retries)
+        """Whether a body of the call may have begun before: this is a retry, or a second delivery."""
+        return bool(self.call.again or self.task.request.retries)
 
     @property
     def waits(self) -> int:
@@ -99,7 +99,7 @@ class Conflict:
 
     @property
     def reason(self) -> str:
-        """That the lock is held, and by whom, in words."""
+        """One clause that says that the lock is held, and by whom."""
         is_own, is_paced = self.holder.task_id == self.call.task_id, self.holder.state == "paced"
         return held(self.key, self.holder, 1 if is_own else self.options.limit, paced=is_paced)
 
@@ -112,14 +112,14 @@ class Conflict:
         return _skip_result(self.task, self.call, self.options, _briefly(self.holder))
 
     def retry(self, countdown: float | None = None) -> NoReturn:
-        """Send the call back to the broker; its own retries are not used up.
+        """Send the call back to the broker. This uses up none of the task's own retries.
 
         Args:
             countdown: Seconds until it comes back. Defaults to `retry_delay`, doubled with each wait up to
                 `retry_delay_max`, with jitter.
 
         Raises:
-            celery.exceptions.Retry: Always, when the call is on its way.
+            celery.exceptions.Retry: Always, once the call is sent.
             LockTimeout: It has waited for `max_wait`.
             OptionError: The countdown is no duration.
         """
@@ -139,7 +139,7 @@ class Conflict:
 
         Raises:
             celery_setnx.run.conflict.WaitInLine: Always; what follows is as with `on_conflict="wait"`.
-            OptionError: The task's base class is not ours: its line would be served late, or by nobody.
+            OptionError: The task has another base class: no worker would serve its line in time.
         """
         self.check_base()
         raise WaitInLine
@@ -153,23 +153,23 @@ class Conflict:
         raise AlreadyRunning(self.task.name, self.key, self._holder(), self.remaining_s, self.options.limit)
 
     def check_base(self) -> None:
-        """See to it that somebody serves the task's lines: else OptionError."""
+        """Refuse a task whose lines no worker serves, with OptionError."""
         if not is_singleton(self.task):
             where = f"conflict.wait() of {self.task.name}"
             raise OptionError(f"{where} needs the base class: add base=SingletonTask")
 
     def come_back_as_copy(self) -> NoReturn:
-        """Come back beside another call with its task id, which stands in line."""
+        """Come back while another call with its task id stands in line."""
         reason = f"another call with its task id waits already, and {self.reason}"
-        call = self.call.as_copy() if self.call.copy == ORIGINAL else self.call  # it has a courier
+        call = self.call if self.call.is_woken else self.call.as_copy()  # it has a courier
         come_back(self.task, call, self._backoff(), reason)
 
     def wait_for_own(self) -> NoReturn:
-        """Wait for another attempt or delivery of this very call, or for its pace, however long it takes."""
+        """Come back until another attempt or delivery of this very call has ended, without a limit."""
         self._come_back(self._backoff(), own=not self.outcome.paced)
 
     def _holder(self) -> dict[str, Any]:
-        """Who has the lock, as plain values. What its key was made of, this call knows where he does not."""
+        """The holder, as plain values. Its `about` is the call's, if its record has none."""
         found = self.holder.as_dict()
         return {**found, "about": found["about"] or self.call.about}
 
@@ -190,7 +190,7 @@ class Conflict:
         raise LockTimeout(*found, self.waited_s, self.options.limit)
 
     def tell(self, policy: str) -> None:
-        """Say what it has met, and what becomes of it."""
+        """Send `lock_conflict`; log a foreign lock that never ends."""
         lock_conflict.send(
             sender=self.task,
             task_id=self.task.request.id,
@@ -211,17 +211,17 @@ class Conflict:
 
 
 def is_own(call: Call, holder: Holder) -> bool:
-    """Whether a call has met itself, another delivery or attempt; not another call with its task id."""
+    """Whether the holder is another delivery or attempt of this call, not just a call with its task id."""
     others = holder.info.get("call")
-    # What was handed to it would be its own by now.
+    # A lock that was handed to this call would be its own by now.
     is_anothers = others != call.call_id if others else holder.state == "handed"
     is_another = call.is_one_of_several and is_anothers
-    is_first = not call.attempt and not call.redelivered  # a replace() is another call, and still the same
+    is_first = not call.attempt and not call.again  # replace() begins an attempt of the same call
     return holder.task_id == call.task_id and not (is_another and is_first)
 
 
 def skip_done(task: Task, call: Call, options: Options, done: str) -> Any:
-    """Skip a call whose like has succeeded within `dedupe_for`."""
+    """Skip a call, because the same call has succeeded within `dedupe_for`."""
     text = "Skipped %s: the same call has succeeded already, as task %s (key %s)."
     logger.info(text, call, done, call.key, extra=fields("skipped", call))
     call_deduplicated.send(sender=task, task_id=done, key=call.key, about=call.about, state="done")
@@ -229,7 +229,7 @@ def skip_done(task: Task, call: Call, options: Options, done: str) -> Any:
 
 
 def _briefly(holder: Holder) -> dict[str, Any]:
-    """Who was in the way, for a result: short, as monitors and Celery's log show it."""
+    """The holder, short enough for monitors and Celery's log."""
     told = {name: getattr(holder, name) for name in _OF_HOLDER}
     if holder.state == "foreign":
         told["value"] = holder.value
@@ -237,7 +237,7 @@ def _briefly(holder: Holder) -> dict[str, Any]:
 
 
 def _skip_result(task: Task, call: Call, options: Options, holder: Mapping[str, Any]) -> Any:
-    """What a skipped call returns: the task's own `skip_result`, or who was in its way."""
+    """The result of a skipped call: the task's own `skip_result`, or one that names the holder."""
     say_alone(task.request)
     if options.skip_result is not UNSET:
         return options.skip_result
@@ -252,16 +252,16 @@ def backoff(options: Options, waits: int) -> float:
 
 
 def policy_of(options: Options, request: Context) -> Any:
-    """What becomes of a call whose lock another holds: `auto` decided."""
+    """`on_conflict`, with `auto` decided."""
     if options.on_conflict != "auto":
         return options.on_conflict
-    if options.rate or options.dedupe == "until_started":  # it must run: soon, or when its pace allows it
+    if options.rate or options.dedupe == "until_started":  # it must run
         return "wait"
     return "retry" if in_workflow(request) else "skip"
 
 
 def in_workflow(request: Context) -> bool:
-    """True if what follows depends on this call's result: a chain, a chord, or a mutable link."""
+    """True if something waits for this call's result: a chain, a chord, or a mutable link."""
     links = request.callbacks or ()
     return bool(request.chain or request.chord or any(not _immutable(link) for link in links))
 

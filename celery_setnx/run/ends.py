@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -23,7 +24,6 @@ from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.marks import Failure, Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
-from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.run.sweep import look_in
 from celery_setnx.threads import Lasting
@@ -56,9 +56,9 @@ class Ended(NamedTuple):
 
     @property
     def has_place(self) -> bool:
-        """Whether it may stand in line: another message of it may be on its way."""
+        """Whether it may stand in line."""
         call = self.call
-        return bool(call.key) and (call.copy != ORIGINAL or (call.redelivered and self.may_wait))
+        return bool(call.key) and call.may_have_twin and (call.is_woken or self.may_wait)
 
     @property
     def has_mark(self) -> bool:
@@ -100,9 +100,8 @@ class Ends:
         self._note(Ended(app, call, may_wait, is_sent_again))
 
     def take_back(self, app: Celery, call: Call, failure: Failure) -> None:
-        """Have a call that has failed count as no success, soon."""
-        bare = Call(call.task, call.task_id, call.attempt, call.key)  # its mark may be its retry's by now
-        self._note(Ended(app, bare, failure=failure))
+        """Have a call that has failed count as no success, soon. Its mark may be its retry's by now."""
+        self._note(Ended(app, Call(*call[:4]), failure=failure))
 
     def _note(self, ended: Ended) -> None:
         if ended.is_anything_left and self._has_room(len(self._ended) + self._at_work, ended.call):
@@ -197,46 +196,39 @@ class Ends:
             except LockUnavailable:
                 self._ended.extend(batch)  # behind the others: it may be one node of a cluster
                 raise
-            except Exception:  # noqa: BLE001 - of one of them: it is found, and named
+            except Exception:  # noqa: BLE001 - one call's trouble is no other's: it is found, and named
                 for ended in batch:
                     self._forget_alone(ended)
             finally:
                 self._at_work = 0
 
     def _forget_alone(self, ended: Ended) -> None:
-        """One call's trouble is no other's."""
         try:
             _forget([ended])
         except LockUnavailable:
             self._ended.append(ended)
         except Exception as error:  # noqa: BLE001 - such as a name that the server's protocol cannot have
-            text = "%s has ended; its lock, mark and place are not freed, and lapse by themselves: %r"
-            logger.warning(text, ended.call, error, extra=fields(of=ended.call))
+            text = "%s has ended; its lock, mark and place are not freed, and lapse by themselves: %s"
+            logger.warning(text, ended.call, repr(error), extra=fields(of=ended.call))
 
     def _free_retries(self) -> None:
         for request, until in list(self._retries.items()):
             between_forks.give_way()
-            if time.monotonic() > until or not _attempt_before_runs(request):
+            if _survive(partial(request.free_held, at_last=time.monotonic() > until)):
                 del self._retries[request]
-                _survive(request.free_held)
-
-
-def _attempt_before_runs(request: Any) -> bool:
-    try:
-        return bool(request.attempt_before_runs())
-    except LockUnavailable:
-        raise
-    except Exception:  # noqa: BLE001 - a callable key's, or whatever it is: it is said when that is freed
-        return False
 
 
 def _forget(batch: list[Ended]) -> None:
-    """Free the marks and places of some calls; only what Redis cannot do now is raised."""
+    """Free the marks and places of some calls."""
     marks: dict[Celery, list[Mark]] = {}
     failures: dict[Celery, list[Failure]] = {}
     for ended in batch:
-        if ended.has_place and _leave(ended) == "stale":
-            continue  # another message has started it, and what there is may be that one's
+        if ended.has_place:
+            between_forks.give_way()
+            word, seconds = leave_line(ended.app, ended.call)
+            look_in(ended.app, seconds)
+            if word == "stale":
+                continue  # another message has started it, and what there is may be that one's
         if ended.has_mark:
             marks.setdefault(ended.app, []).append(Mark(ended.call.key, ended.call.task_id))
         if ended.failure is not None:
@@ -255,31 +247,15 @@ def _free(what: Mapping[Celery, list[T]], free: Callable[[Any, list[T]], Excepti
             logger.warning("Marks of calls that have ended are not freed, and lapse by themselves: %s", error)
 
 
-def _leave(ended: Ended) -> str:
-    between_forks.give_way()
+def _survive(free: Callable[[], object]) -> object:
+    """One request's trouble must not end the watch over all the others: it is done with."""
     try:
-        word, seconds = leave_line(ended.app, ended.call)
+        return free()
     except LockUnavailable:
         raise
-    except Exception as error:  # noqa: BLE001 - one call's trouble is no other's
-        logger.warning(
-            "%s has ended, and has not left the line of %s: %s",
-            ended.call,
-            ended.call.key,
-            error,
-            extra=fields(of=ended.call),
-        )
-        return ""
-    look_in(ended.app, seconds)
-    return word
-
-
-def _survive(free: Callable[[], object]) -> None:
-    """One request's trouble must not end the watch over all the others."""
-    try:
-        free()
     except Exception:
         logger.exception("The lock of a call that has ended was not freed; its lease ends it.")
+        return True
 
 
 def ends_of_process() -> Ends:

@@ -115,8 +115,8 @@ def _survive(send: Callable[[], None], type_: str, fields: Mapping[str, Any]) ->
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         _silent_until = time.monotonic() + _SILENCE_S
         what = f"{type_} of {fields['name']}[{fields['uuid']}] ({fields['key']})"
-        text = "The event %s was not sent, nor is any other for %g s. Its task goes on: %r"
-        logger.warning(text, what, _SILENCE_S, error)
+        text = "The event %s was not sent, nor is any other for %g s. Its task goes on: %s"
+        logger.warning(text, what, _SILENCE_S, repr(error))
 
 
 # Those that are sent apart come from the keeper's thread or the parent's watch, which must not wait.

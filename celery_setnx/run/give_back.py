@@ -1,4 +1,4 @@
-"""What becomes of an attempt's lock, mark and place in line when its delivery ends."""
+"""What happens to an attempt's lock, mark and place in line when its delivery ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from celery_setnx.lock.record import ENDED
 from celery_setnx.lock.verbs import Released
 from celery_setnx.log import Log, fields
 from celery_setnx.options import LONGEST_S
-from celery_setnx.run.attempt import LINGER_S, Attempt
+from celery_setnx.run.attempt import Attempt
+from celery_setnx.run.linger import LINGER_S
 from celery_setnx.run.park import Parked
 from celery_setnx.signals import lock_released
 
@@ -28,16 +29,16 @@ logger = Log("celery_setnx")
 
 
 class _Fate(NamedTuple):
-    """What becomes of a call when a delivery of it ends."""
+    """What happens to a call when a delivery of it ends."""
 
-    back_in: float | None = None  # seconds until it comes back, if it does
-    hold: bool = False  # whether its lock is held for its retry
+    back_in: float | None = None  # seconds until it comes back; None: it does not
+    hold: bool = False  # the lock is held for its retry
     parked: bool = False
-    dropped: bool = False  # the delivery: the mark may be that of another, or of the retry
+    dropped: bool = False  # another message has started it: the mark may belong to that one, or to the retry
 
 
 def give_back(attempt: Attempt, error: BaseException | None) -> None:
-    """Give back what a delivery has that ends, with this error if it raises."""
+    """Give back the lock, the mark and the place of a delivery that ends, perhaps with this error."""
     fate = _Fate()
     try:
         if error is not None:
@@ -45,18 +46,17 @@ def give_back(attempt: Attempt, error: BaseException | None) -> None:
     finally:
         if attempt.held is not None:
             _end(attempt, attempt.held, fate)
-        elif attempt.facts.told != "stale":
+        elif attempt.facts.answer != "stale":
             _end_wait(attempt, fate)
         if not fate.dropped and (attempt.held is None or attempt.keeps_mark):
             _end_mark(attempt, fate.back_in)
 
 
 def end_attempt(attempt: Attempt) -> None:
-    """Have no message start this attempt any more, which has failed before its body.
+    """Keep every message of this attempt from starting it: it has failed before its body.
 
-    Nor the one that it may have sent of itself. That one is known by the name that this message has: so what
-    is said to have begun is the next attempt. There is none, unless a twin of this delivery has sent its
-    retry.
+    A message that it has sent of itself has the same copy, so the ticket notes that the next attempt has
+    begun. That attempt exists only if a twin of this delivery has sent its retry.
     """
     number = attempt.call.attempt + (not attempt.facts.again)
     _leave(attempt, attempt.call._replace(attempt=number, copy=ENDED), BEGUN_S)
@@ -72,8 +72,8 @@ def _fate_of(attempt: Attempt, error: BaseException) -> _Fate:
 def _comes_back_in(attempt: Attempt, error: BaseException) -> float | None:
     """Seconds until the call that ends with this error is delivered again; None if it is not.
 
-    A retry with another key does not affect this lock and this mark: they are given back. The retry of an
-    eager call follows at once, or never.
+    A retry with another key needs neither this lock nor this mark. Nor does the retry of an eager call: it
+    follows at once, or never.
     """
     task = attempt.task
     if attempt.request.is_eager:
@@ -90,7 +90,7 @@ def _comes_back_in(attempt: Attempt, error: BaseException) -> float | None:
 
 
 def _keeps_key(attempt: Attempt, retry: Any) -> bool:
-    """True if the retry's key is this call's: the one that its message names."""
+    """True if the retry has the key that this call's message names."""
     task, name = attempt.task, attempt.lock.name
     if attempt.running.retry is not None:
         return attempt.running.retry.key == name
@@ -98,7 +98,7 @@ def _keeps_key(attempt: Attempt, retry: Any) -> bool:
         return True
     if retry.task != task.name or retry.options.get("task_id") != attempt.request.id:
         return False  # it has become another call
-    # Not published yet: by a base class that waits for a commit.
+    # A base class that waits for a commit publishes it later.
     options = {**attempt.call.options, **(retry.options.get("singleton") or {})}
     try:
         given = Arguments.given_to(task, retry.args, retry.kwargs, retry.options.get("serializer"))
@@ -108,24 +108,24 @@ def _keeps_key(attempt: Attempt, retry: Any) -> bool:
 
 
 def _end(attempt: Attempt, held: HeldLock, fate: _Fate) -> None:
-    """Forget, then release: a renewal that comes after the release could only do harm."""
+    """Stop renewing the lease, then release the lock: a renewal after the release could only do harm."""
     if os.getpid() != attempt.pid:
-        return  # the body forked, and this is the child's way out: the lock is its parent's
+        return  # the body forked, and this is the child: the lock belongs to its parent
     keeper, clock = attempt.keeper, attempt.lock.clock
     watched = keeper.forget(held)
     held_s = clock() - attempt.acquired_at
     if watched and held.remaining_s() <= 0:
-        # The keeper may be waiting for a late reply still; the body could no longer rely on the lock.
+        # The keeper may still wait for a late reply, but the lock was no longer safe.
         attempt.lost(held, held.lost or f"its lease of {held.lease_s:g} s had ended when the task ended")
         watched = False
     try:
         word = _release_or_hold(attempt, held, fate)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the body's own result or exception stands
+    except Exception as error:  # noqa: BLE001 - the body's own result or exception stands
         text = "%s has ended, but its lock %s was not released: %s "
         text += "That is tried again until its lease of %g s ends it."
         logger.warning(text, attempt, held.key, error, held.lease_s, extra=fields(of=attempt.call))
 
-        def again() -> None:  # of a loss it says nothing: a reply that was lost may have been a release's
+        def again() -> None:  # "lost" tells nothing here: an earlier release may have worked unseen
             _tell_end(attempt, held, _release_or_hold(attempt, held, fate), held_s)
 
         keeper.try_again(again, clock() + held.lease_s)
@@ -136,14 +136,14 @@ def _end(attempt: Attempt, held: HeldLock, fate: _Fate) -> None:
 
 
 def _tell_end(attempt: Attempt, held: HeldLock, word: Released, held_s: float) -> None:
-    """Wake the heir of a lock that was given back, and say that it is released."""
+    """Wake the first in line, and send `lock_released`."""
     attempt.give_turns()
     if word in ("gone", "lost"):
         return
     if word == "repaired":
         text = "%s: a classic client had overwritten %s while we held it."
         logger.warning(text, attempt, held.key, extra=fields(of=attempt.call))
-    if getattr(attempt.request, "setnx_lock", None) is held:  # else no body has had it
+    if getattr(attempt.request, "setnx_lock", None) is held:  # else no receiver knows of it
         attempt.send(lock_released, fence=held.fence, outcome=word, held_s=held_s)
 
 
@@ -167,27 +167,27 @@ def _release_or_hold(attempt: Attempt, held: HeldLock, fate: _Fate) -> Released:
     except SetnxError:
         raise
     except Exception as error:  # noqa: BLE001 - see below
-        # A greenlet that is killed while it reads may get an event meant for that read once more, here
-        # (eventlet). What was given back may be given back again.
-        text = "%s gives its lock %s back once more, after %r"
-        logger.info(text, attempt, held.key, error, extra=fields(of=attempt.call))
+        # Under eventlet a greenlet that is killed while it reads may get the event of that read here, once
+        # more. A second release does no harm.
+        text = "%s gives its lock %s back once more, after %s"
+        logger.info(text, attempt, held.key, repr(error), extra=fields(of=attempt.call))
         return release_or_hold()
 
 
 def _end_wait(attempt: Attempt, fate: _Fate) -> None:
-    """A call that goes on waiting keeps its place; one that ended without the lock does not.
+    """Leave the line, unless the call goes on waiting.
 
-    The message with which it goes on may have parked by now: that place is not this delivery's to leave. One
-    in which it has only lingered lapses by itself, in a moment.
+    The message with which it goes on may have parked already: that place stays. A place in which the call has
+    only lingered lapses by itself in a moment.
     """
-    attempt.give_turns()  # acquired too late to rely on, and given back
+    attempt.give_turns()  # a lock that was acquired too late has been released
     may_be_in_line = attempt.is_woken or attempt.lingers_since
     if may_be_in_line and fate.back_in is None and not fate.parked:
         _leave(attempt, attempt.call, BEGUN_S if attempt.is_woken else LINGER_S)
 
 
 def _end_mark(attempt: Attempt, back_in: float | None) -> None:
-    """A call that goes on waiting keeps its mark, too; not one that ended without its body."""
+    """Free the mark, or extend it if the call goes on waiting."""
     lock = attempt.lock
     if lock.mark is None:
         return

@@ -32,7 +32,7 @@ def joined_by(task: Task, holder: Holder, call: Call) -> str | None:
     A call never changes that, and a call that may have run before joins nobody. A holder may have the lock
     only to ask for the result of a third call: without these rules two could wait for each other for ever.
     """
-    if call.join is not None or call.attempt or call.redelivered:
+    if call.join is not None or call.attempt or call.again:
         return call.join
     is_other = holder.task_id != call.task_id and holder.task == task.name
     return holder.task_id if is_other and holder.state in ("running", "held_for_retry") else None

@@ -2,10 +2,10 @@
 
 A call that meets a held lock under `on_conflict="wait"` is in two places at once:
 
-- in the line beside the lock, in Redis, with all that it takes to send it again. The script that releases
-  the lock hands it to the first in line, and the process that released it sends that call: a wake-up is a
-  message, not a poll (see `wake`).
-- in the broker, with a courier (see `courier`). That is sent first: whatever Redis loses, the call is there.
+- In the line beside the lock, in Redis, with its whole message. The script that releases the lock hands it
+  to the first in line, and the process that released it sends that call (see `wake`). Nobody polls.
+- In the broker, with its courier (see `courier`). The courier is sent first, so the call survives a Redis
+  that loses its data.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ from celery_setnx.call.wake import (
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import line
-from celery_setnx.lock.line import SOON_S, Found
-from celery_setnx.lock.outcome import Outcome
-from celery_setnx.lock.record import ORIGINAL, Holder
+from celery_setnx.lock.line import SOON_S, Found, Noted
+from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
+from celery_setnx.run.conflict import Conflict
 from celery_setnx.run.courier import Order
 from celery_setnx.signals import lock_waiting
-from celery_setnx.wording import held
 
 logger = Log("celery_setnx")
 
-_VISIBILITY_S = 3600.0  # of a broker that has no such timeout
+_VISIBILITY_S = 3600.0  # in place of the timeout of a broker that has none
 
 
 class Parked(Waits):
@@ -62,14 +61,14 @@ class Parked(Waits):
 
 
 def remember_s(app: Celery, options: Options) -> float:
-    """Seconds for which it is remembered that a call waits."""
+    """Seconds for which Redis remembers that a call waits."""
     return options.queue_lease + (visibility_timeout_s(app) or _VISIBILITY_S)
 
 
 def may_stand_in_line(task: Task, call: Call) -> bool:
-    """True if whoever serves the line can tell that the call belongs there, and sends it without a pickle.
+    """True if every worker can tell that the call belongs in this line, and can send it.
 
-    A queue that a fanout exchange fills is often one worker's own, and unknown to who serves the line.
+    A pickled message is sent by nobody. The queue of a fanout exchange is often known to one worker only.
     """
     message = Message.of(task)
     if message.content_type == PICKLE or message.is_fanout:
@@ -77,128 +76,107 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
     return is_of_its_line(task.app, call, message.body)
 
 
-def park(
-    task: Task, call: Call, options: Options, outcome: Outcome
-) -> tuple[Literal["stale", "taken", "turn", "waits"], Parked | None]:
-    """Stand the running call in line: what came of it, and what is to be raised if it waits.
+def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"], Parked | None]:
+    """Put the running call in line: what parking found, and the exception that ends its delivery if it waits.
 
-    If the broker takes no courier, it ends as `not_taken_back`.
+    If the broker takes no courier, the call ends as `not_taken_back` says.
     """
-    parking = _Parking(task, call, options, outcome)
-    if not parking.message.queue:
-        parking.send_courier()  # which says why it cannot, before the call has a place
-    if not parking.has_courier and not parking.is_parked_first:
-        parking.send_courier()
+    task, met = conflict.task, conflict.call
+    app, message = task.app, Message.of(task)
+    order = _order(conflict, message)
+    parked = Parked(conflict.reason, deliverable(app, order.pace(conflict.server_time)))
+    # A woken call has a courier until it begins. The ticket of a call that has begun sends couriers away
+    # until the call is parked again. If the broker still has its message, it may park first.
+    has_courier = met.is_woken and not met.again
+    parks_first = met.again and task.acks_late
+    if not message.queue or not (has_courier or parks_first):  # without a queue this fails, and says why
+        _send_courier(conflict, order, message, parked)
     try:
-        found = parking.ask()
+        client, since = client_for(app), order.call.since
+        found = line.park(client, order.place(app), copy=met.copy, since=since, call=order.message)
     except SetnxError as error:
-        return "waits", parking.go_without_place(error)
-    if found.state == "stale":
-        return "stale", None
-    if found.state == "taken":
-        return "taken", None
-    parking.note_holder(found)
-    # One that was woken had its lock, or Redis has lost the ticket that tells of it: its courier may be gone.
-    if parking.is_parked_first or (parking.has_courier and found.state == "new"):
-        parking.send_courier()
-    elif parking.has_courier and waits_in_broker(task.app):
-        parking.order.note_end(task.app, found.server_time)
-    if found.state == "handed" or (found.holder is None and found.place == 1 and not outcome.paced):
+        if _asks_courier(conflict, order, parked, error, has_courier=has_courier):
+            _send_courier(conflict, replace(order, epoch=""), message, parked)
+        return "waits", parked
+    if found.state in ("stale", "taken"):
+        return ("stale" if found.state == "stale" else "taken"), None
+    parked.look_in = _note_holder(conflict, found)
+    # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
+    if parks_first or (has_courier and found.state == "new"):
+        _send_courier(conflict, order, message, parked)
+    elif has_courier and waits_in_broker(app):
+        order.note_end(app, found.server_time)
+    if found.state == "handed" or (found.holder is None and found.place == 1 and not conflict.outcome.paced):
         return "turn", None  # it came free meanwhile
-    return "waits", parking.wait(found)
+    _announce(conflict, order.call, found.place)
+    return "waits", parked
 
 
-class _Parking:
-    """A running call on its way into the line."""
+def _order(conflict: Conflict, message: Message) -> Order:
+    """What the courier of the call is told. The line is noted as due at the holder's deadline."""
+    task, options = conflict.task, conflict.options
+    app, call = task.app, conflict.call._replace(waits=conflict.call.waits + 1, asked=0)
+    return Order(
+        call=call,
+        message=message.packed(app, call),
+        until=_until(app, options, call.since, conflict.server_time, task.request.expires),
+        lease=options.lease,
+        queue_lease=options.queue_lease,
+        remember=remember_s(app, options),
+        epoch=_look_within(conflict, conflict.remaining_s).epoch,
+    )
 
-    def __init__(self, task: Task, call: Call, options: Options, outcome: Outcome) -> None:
-        self.task, self.app, self.options, self.met, self.outcome = task, task.app, options, call, outcome
-        self.holder, self.ends_first = cast("Holder", outcome.holder), cast("Holder", outcome.ends_first)
-        # A call that was woken has a courier, until it has begun. The ticket of one that has begun sends a
-        # courier away until it is parked; if the broker has the message still, that may be done first.
-        self.has_begun = call.redelivered
-        self.has_courier = call.copy != ORIGINAL and not self.has_begun
-        self.is_parked_first = self.has_begun and task.acks_late
-        self.call = call._replace(waits=call.waits + 1, asked=0)
-        self.message = Message.of(task)
-        self.look_in: float | None = None
-        self.order = Order(
-            call=self.call,
-            message=self.message.packed(self.app, self.call),
-            until=_until(self.app, options, call.since, outcome.server_time, task.request.expires),
-            lease=options.lease,
-            queue_lease=options.queue_lease,
-            remember=remember_s(self.app, options),
-            epoch=look_within(
-                self.app, call.task, call.key, look_in(outcome.remaining_s, options.lease)
-            ).epoch,
-        )
-        self.reason = held(call.key, self.holder, options.limit, paced=self.holder.state == "paced")
-        self.countdown = deliverable(self.app, self.order.pace(outcome.server_time))
 
-    def send_courier(self) -> None:
-        """Send it, or have the call not taken back."""
-        try:
-            server_time = self.outcome.server_time
-            self.order.send(self.message, self.app, self.countdown, server_time, first=True)
-        except Exception as error:  # noqa: BLE001 - whatever the transport raises
-            not_taken_back(self.task, self.call, error, self.reason)
+def _look_within(conflict: Conflict, holds_s: float | None) -> Noted:
+    call, lease = conflict.call, conflict.options.lease
+    return look_within(conflict.task.app, call.task, call.key, look_in(holds_s, lease))
 
-    def ask(self) -> Found:
-        """Ask for a place in the line."""
-        order = self.order
-        place, copy = order.place(self.app), self.met.copy
-        return line.park(client_for(self.app), place, copy=copy, since=order.call.since, call=order.message)
 
-    def go_without_place(self, error: SetnxError) -> Parked:
-        """Redis does not say whether the call is in line."""
-        if self.has_begun:  # its ticket sends a courier away
-            pause = min(self.countdown, self.options.retry_delay_max)
-            reason = f"its place in line is not known ({error})"
-            come_back(self.task, self.met, pause, reason, own=self.met.redelivered)
-        logger.warning(
-            "%s waits, and only its courier knows: %s", self.call, error, extra=fields(of=self.call)
-        )
-        say_loudly(error)
-        if self.has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
-            raise error  # which is what its courier has sent it for
-        if self.has_courier or self.order.epoch:  # with none, a worker that has its courier puts it back
-            self.order = replace(self.order, epoch="")
-            self.send_courier()
-        return Parked(self.reason, self.countdown)
+def _send_courier(conflict: Conflict, order: Order, message: Message, parked: Parked) -> None:
+    """Send the courier; if the broker does not take it, end as `not_taken_back` says."""
+    try:
+        order.send(message, conflict.task.app, parked.when, conflict.server_time, first=True)
+    except Exception as error:  # noqa: BLE001 - whatever the transport raises
+        not_taken_back(conflict.task, order.call, error, conflict.reason)
 
-    def note_holder(self, found: Found) -> None:
-        """Have a worker look again, unless the lock is whose it was: a sweep may have seen nobody wait.
 
-        If that is soon, it is this worker.
-        """
-        outcome, holder, call = self.outcome, found.holder, self.call
-        within = look_in(outcome.remaining_s if outcome.paced else remaining_s(found), self.options.lease)
-        is_same = not outcome.paced and holder is not None and holder.token == self.ends_first.token
-        if within <= SOON_S or not is_same:
-            self.look_in = look_within(self.app, call.task, call.key, within).look_in
+def _asks_courier(
+    conflict: Conflict, order: Order, parked: Parked, error: SetnxError, *, has_courier: bool
+) -> bool:
+    """Whether a courier is to be sent for a call of which nobody knows whether it is in line."""
+    met, call = conflict.call, order.call
+    if met.again:  # its ticket would send a courier away
+        pause = min(parked.when, conflict.options.retry_delay_max)
+        come_back(conflict.task, met, pause, f"its place in line is not known ({error})", own=True)
+    logger.warning("%s waits, and only its courier knows: %s", call, error, extra=fields(of=call))
+    say_loudly(error)
+    if has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
+        raise error  # its courier has sent it to say so
+    return has_courier or bool(order.epoch)  # without an epoch a worker puts the call back in line
 
-    def wait(self, found: Found) -> Parked:
-        """End the delivery."""
-        call = self.call
-        logger.info(
-            "%s waits in line, at place %d: %s.", call, found.place, self.reason, extra=fields("waits", call)
-        )
-        lock_waiting.send(
-            sender=self.task,
-            task_id=call.task_id,
-            key=call.key,
-            about=call.about,
-            holder=self.holder,
-            place=found.place,
-        )
-        parked = Parked(self.reason, self.countdown)
-        parked.look_in = self.look_in
-        return parked
+
+def _note_holder(conflict: Conflict, found: Found) -> float | None:
+    """Note when to look at the line, unless the holder is the same: a sweep may have seen it empty.
+
+    In how many seconds this worker is to look; None if another one is to, or a sweep.
+    """
+    is_paced, holder = conflict.outcome.paced, found.holder
+    holds_s = conflict.remaining_s if is_paced else remaining_s(found)
+    ends_first = cast("Holder", conflict.outcome.ends_first)
+    is_same = not is_paced and holder is not None and holder.token == ends_first.token
+    is_soon = look_in(holds_s, conflict.options.lease) <= SOON_S
+    return _look_within(conflict, holds_s).look_in if is_soon or not is_same else None
+
+
+def _announce(conflict: Conflict, call: Call, place: int) -> None:
+    text = "%s waits in line, at place %d: %s."
+    logger.info(text, call, place, conflict.reason, extra=fields("waits", call))
+    details = {"key": call.key, "about": call.about, "holder": conflict.holder, "place": place}
+    lock_waiting.send(sender=conflict.task, task_id=call.task_id, **details)
 
 
 def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:
-    """Server time at which a call has waited for its `max_wait`, or expires; None if never."""
+    """Server time at which `max_wait` is over, or the call expires; None: never."""
     ends = [] if options.max_wait is None else [since + options.max_wait]
     if expires:
         ends.append(server_time + seconds_until(app, expires))

@@ -1,4 +1,4 @@
-"""A guarded run of a task's body, and those of this process: whose lock a body asks for."""
+"""Running an attempt, and the attempts that run in this process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from celery_setnx.run.give_back import end_attempt, give_back
 logger = Log("celery_setnx")
 
 RUNNING: dict[int, Attempt] = {}
-"""The attempts of this process that go on, by their own ids."""
+"""The attempts that run in this process, by their ids."""
 
 
 def run(attempt: Attempt, body: Callable[[], Any]) -> Any:
-    """The body's result, or what becomes of the call without it; whatever it has is given back."""
+    """The body's result, or what the call ends with instead; lock, mark and place are given back."""
     attempt.request._setnx_run = RUNNING[id(attempt)] = attempt
     try:
         return _given_back(attempt, body)
     except (SoftTimeLimitExceeded, LockUnavailable) as error:
         if not attempt.has_begun and getattr(error, "unsent", True):
-            end_attempt(attempt)  # it may have parked, or been sent again, and is told as failed
+            end_attempt(attempt)  # a message of it may wait in line, or be on its way
         raise
-    finally:  # a body that the same request runs next has a lock of its own
+    finally:  # the same request may run another body, with a lock of its own
         del attempt.request._setnx_run
         RUNNING.pop(id(attempt), None)
 
@@ -58,12 +58,12 @@ def lock_of(task: Task) -> HeldLock | None:
 
 
 def warn_of_thread(task: Task | None) -> None:
-    """Say, once a call of the task, or of any, that a thread which has none has asked for its lock.
+    """Warn, once for each running call, that a thread without a call has asked for its lock.
 
-    Mostly the body has started that thread, and what it does is not fenced. It is no error: another thread of
-    the process may call the body directly.
+    Mostly the body has started that thread, and the thread's work is not fenced. It is no error: another
+    thread of the process may call the body directly. Without a task the warning is about all tasks.
     """
-    if _task_stack.top is not None:  # it has a call, if of another task
+    if _task_stack.top is not None:  # the thread runs a call, of another task
         return
     untold = [run for run in list(RUNNING.values()) if not run.is_told and (task is None or run.task is task)]
     for run in untold:
@@ -75,5 +75,5 @@ def warn_of_thread(task: Task | None) -> None:
 
 
 def is_running(request: Context) -> bool:
-    """Whether a guarded run of this request goes on: what it calls of the task's runs under its lock."""
+    """Whether an attempt of this request runs: a body that it calls directly runs under its lock."""
     return id(vars(request).get("_setnx_run")) in RUNNING

@@ -98,7 +98,7 @@ class Keyed(SingletonTask):
 
 def came_again(task: Any) -> bool:
     """Whether a message was delivered before; also that of a call which has come back since."""
-    return Call.of(task.name, vars(task.request)).redelivered
+    return Call.of(task.name, vars(task.request)).again
 
 
 @app.task(base=Keyed, bind=True)

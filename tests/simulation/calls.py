@@ -194,7 +194,7 @@ class Calls:
     def check_second_look(self, task: Any, earlier_lives: list[Life]) -> None:
         """A delivery that has waited for another, and not looked since, runs when that has told its end."""
         call, options = task.request._setnx_run.call, task._guard.options
-        has_waited = task.acks_late and call.redelivered and call.waits and call.copy == ORIGINAL
+        has_waited = task.acks_late and call.again and call.waits and call.copy == ORIGINAL
         last_us = max((earlier.ended_us for earlier in earlier_lives), default=0)
         if has_waited and not (call.asked or options.hold_on_retry) and self.world.now_us - last_us < US:
             self.world.broken(f"{call.task_id} runs just after another delivery of it has ended")
@@ -248,7 +248,7 @@ class Calls:
             # One that the second has overtaken does not know that there is one; and the lock is given back
             # before its end is stored.
             stored_us = self.stored_us.get(request.id, self.world.now_us)
-            is_flagged = request._setnx_run.call.redelivered
+            is_flagged = request._setnx_run.call.again
             return what != "ok" or not is_flagged or task.lock._since_us <= stored_us
         return what != "ok" and "unconfirmed" in ways
 

@@ -90,7 +90,7 @@ class Locks:
                 self.body(outcome.lock)
 
     def body(self, held: HeldLock) -> None:
-        """A body, and its end as `Run` has it."""
+        """A body, and its end as `Attempt` has it."""
         rng, keeper = self.world.random, keeper_for_process(monotonic)
         life = self.checker.begins(held, self.limit, self.rate)
         is_kept = rng.random() < 0.8

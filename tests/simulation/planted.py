@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from celery_setnx import request
-from celery_setnx.call import ended, fanout, guard, wake
+from celery_setnx.call import ended, guard, marking, wake
 from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
 from celery_setnx.lock.line import Noted
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
-from celery_setnx.run import attempt, courier, decide, ends, give_back, join, looks, park, run, sweep
+from celery_setnx.run import attempt, courier, decide, ends, give_back, join, linger, looks, park, run, sweep
 from celery_setnx.run.decide import Ask, End, Facts
 from tests.simulation import calls, locks
 from tests.simulation.scheduler import World
@@ -101,7 +101,7 @@ def leaves_late(monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(of: attempt.Attempt, fate: Any) -> None:
         end_wait(of, fate)
         if of.lingers_since and fate.back_in is not None and not fate.parked:
-            give_back._leave(of, of.call, give_back.LINGER_S)
+            give_back._leave(of, of.call, linger.LINGER_S)
 
     monkeypatch.setattr(give_back, "_end_wait", leave)
 
@@ -131,9 +131,13 @@ def late_command(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch, verbs.ACQUIRE, "(is_begun or begun_by == '' and is_first)", "is_begun")
 
 
+def _learn_of_no_end(of: attempt.Attempt) -> None:
+    of.facts.ended = "no"
+
+
 def backend_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is delivered again does not ask whether it has ended."""
-    monkeypatch.setattr(attempt.Attempt, "_ask_ended", lambda of: of.facts._replace(ended="no"))
+    monkeypatch.setattr(attempt.Attempt, "_ask_ended", _learn_of_no_end)
 
 
 def no_timed_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +165,7 @@ def twin_of_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     may_have_twin = attempt.Attempt._may_have_twin
 
     def asking(of: attempt.Attempt) -> bool:
-        return may_have_twin(of) and (of.call.redelivered or of.call.copy != ORIGINAL)
+        return may_have_twin(of) and (of.call.again or of.call.copy != ORIGINAL)
 
     monkeypatch.setattr(attempt.Attempt, "_may_have_twin", asking)
 
@@ -252,20 +256,20 @@ def started_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def marks_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marks of a fan-out last for the queue lease before its messages are sent."""
-    marked = fanout.FanningOut._marked
+    """Marks last for the queue lease before their messages are sent."""
+    take = marking.Marking.take
 
-    def extending(of: fanout.FanningOut, batch: Any, lease: float) -> Any:
-        fresh = marked(of, batch, lease)
-        of._extend(fresh, lease)
-        return fresh
+    def extending(of: marking.Marking, batch: Any) -> Any:
+        found = take(of, batch)
+        of._extend(of._taken)
+        return found
 
-    monkeypatch.setattr(fanout.FanningOut, "_marked", extending)
+    monkeypatch.setattr(marking.Marking, "take", extending)
 
 
 def unsent_stay_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of a fan-out that the broker has not taken stays marked."""
-    monkeypatch.setattr(fanout.FanningOut, "_free", lambda *_args: None)
+    """A call that the broker has not taken stays marked."""
+    monkeypatch.setattr(marking, "free_unless_away", lambda *_args: None)
 
 
 def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,13 +292,14 @@ def success_asked_early(monkeypatch: pytest.MonkeyPatch) -> None:
     given_back, ask_ended = run._given_back, attempt.Attempt._ask_ended
 
     def asking(of: attempt.Attempt, body: Any) -> Any:
-        ended = ask_ended(of).ended
+        ask_ended(of)
+        ended = of.facts.ended
         if ended == "no":
             return given_back(of, body)
         return of._end_as_stored() if ended == "stored" else of._drop()
 
     monkeypatch.setattr(run, "_given_back", asking)
-    monkeypatch.setattr(attempt.Attempt, "_ask_ended", lambda of: of.facts._replace(ended="no"))
+    monkeypatch.setattr(attempt.Attempt, "_ask_ended", _learn_of_no_end)
 
 
 def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,12 +337,12 @@ def end_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def woken_ahead_parks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that was woken just ahead of its start goes back into its line."""
-    asks_again_in = attempt.Attempt._asks_again_in
+    pause_s = linger._pause_s
 
-    def asking(of: attempt.Attempt, outcome: lock.Outcome, *, parks_now: bool) -> float:
-        return 0.0 if outcome.paced and of.is_woken else asks_again_in(of, outcome, parks_now=parks_now)
+    def asking(outcome: lock.Outcome, task_id: str, *, stands: bool, is_woken: bool) -> float:
+        return 0.0 if outcome.paced else pause_s(outcome, task_id, stands=stands, is_woken=is_woken)
 
-    monkeypatch.setattr(attempt.Attempt, "_asks_again_in", asking)
+    monkeypatch.setattr(linger, "_pause_s", asking)
 
 
 def ended_stays(monkeypatch: pytest.MonkeyPatch) -> None:

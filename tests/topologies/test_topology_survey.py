@@ -7,9 +7,10 @@ from celery_setnx.keys import digest
 from celery_setnx.lock.line import Place, park
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.look import look
-from celery_setnx.lock.marks import Mark, forget_each, mark_all
-from celery_setnx.lock.names import key_name
+from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.names import done_name, key_name
 from celery_setnx.lock.survey import drop, successes, survey
+from celery_setnx.lock.verbs import IfSame, if_same
 
 LOCKS = 300
 
@@ -83,5 +84,5 @@ def test_successes_on_a_cluster(client, cluster):
     ]
     assert all(0 < success.done_counts_for_s <= 60 for success in found)
     forgotten = [(keys[0], f"of-{keys[0]}|0|ab"), (keys[1], "another|0|ab")]
-    assert forget_each(client, forgotten) == [True, False]
+    assert if_same(client, [IfSame((done_name(key),), (run,)) for key, run in forgotten]) == [True, False]
     assert [look(client, key).done is None for key in keys[:2]] == [True, False]
