@@ -80,7 +80,7 @@ def sweeping(work: Work, patch: pytest.MonkeyPatch) -> Callable[[], object]:
 
 
 def looking(work: Work, _patch: pytest.MonkeyPatch) -> Callable[[], object]:
-    looks = TimedLooks(lambda _has_ended: work() or Swept(0, None))  # type: ignore[func-returns-value]
+    looks = TimedLooks(lambda: work() or Swept(0, None))  # type: ignore[func-returns-value]
     looks.soon()
     return looks.stop
 

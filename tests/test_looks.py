@@ -69,8 +69,7 @@ def looked_at(now: list[float], *said: Swept, within: float | None = None) -> li
     replies, at = iter(said), []
     began = now[0]
 
-    def look(has_ended: bool) -> Swept:
-        assert has_ended == (within is None and not at)
+    def look() -> Swept:
         at.append(round(now[0] - began, 6))
         return next(replies, Swept(0, None))
 
@@ -96,7 +95,7 @@ def test_look_follows_when_a_sweep_says(now):
 
 def test_sweep_that_says_a_later_time_leaves_a_look_the_sooner_one(now, monkeypatch):
     """Also if it is said while the sweep reads its clock."""
-    timed = stepped(lambda _has_ended: Swept(0, None), now)
+    timed = stepped(lambda: Swept(0, None), now)
 
     def read() -> float:
         monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -108,6 +107,22 @@ def test_sweep_that_says_a_later_time_leaves_a_look_the_sooner_one(now, monkeypa
     assert timed._left_s() == pytest.approx(0.3)
 
 
+def test_each_line_is_looked_at_when_it_is_due(now):
+    """A look at one leaves the later ones theirs, also if it finds nothing: another worker has looked."""
+    looked: list[float] = []
+
+    def look() -> Swept:
+        looked.append(round(now[0] - 100.0, 6))
+        return Swept(0, None)
+
+    timed = stepped(look, now)
+    for within in (1.5, 0.3, 0.9, 0.3):
+        timed.within(within)
+    while timed._left_s() < math.inf:
+        timed._turn()
+    assert looked == [0.3, 0.9, 1.5]
+
+
 def test_looks_are_no_closer_than_a_moment(now):
     """However often deliveries end, and whatever Redis says."""
     assert looked_at(now, Swept(1, 0.0), Swept(1, 0.001)) == [0, EARLIEST_S, 2 * EARLIEST_S]
@@ -117,7 +132,7 @@ def test_look_that_fails_is_left_to_the_sweep(now):
     """And for two seconds no look follows, whose deliveries end meanwhile."""
     looked: list[float] = []
 
-    def look(_has_ended: bool) -> Swept:
+    def look() -> Swept:
         looked.append(now[0])
         raise LockUnavailable("k", "away")
 
@@ -133,7 +148,7 @@ def test_thread_looks_when_it_is_told_and_ends_when_it_is_told():
     """It starts with the first that it is told."""
     looked = threading.Event()
 
-    def look(_has_ended: bool) -> Swept:
+    def look() -> Swept:
         looked.set()
         return Swept(0, None)
 
@@ -303,9 +318,9 @@ class Workers:
         step._looks._thread = SimpleNamespace(runs=True)  # type: ignore[assignment]
         look = step._looks._look
 
-        def counted(has_ended: bool) -> Swept:
+        def counted() -> Swept:
             self.count_of_looks += 1
-            return look(has_ended)
+            return look()
 
         step._looks._look = counted
         return step

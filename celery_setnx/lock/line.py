@@ -260,7 +260,7 @@ class Claimed(NamedTuple):
 
     Attributes:
         slots: The slot of each of its tasks; without those of a node of a cluster that did not answer.
-        next_s: Seconds until another is due that this worker is to look at; None if none is that soon.
+        next_s: Seconds until another of a timed task is due; None if none is that soon.
         lines: Names of a task whose calls wait, and of their lock, or a name of one call beside it.
         are_more: True if there may be more.
         error: Why some slots are missing; None if none is.
@@ -278,7 +278,7 @@ class Noted(NamedTuple):
 
     Attributes:
         epoch: What tells Redis' data from those before it lost them.
-        look_in: Seconds after which somebody should look; None if a worker is to.
+        look_in: Seconds after which the caller's worker should look; None if that was noted before.
     """
 
     epoch: str
@@ -288,25 +288,24 @@ class Noted(NamedTuple):
 def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> Noted:
     """Have a worker that has the task look at a line within so many seconds.
 
-    Where that is the caller's own, it may be sooner than the next sweep.
+    Only who brings the time forward has to see to it that somebody comes: a sweep may come too late.
     """
     names = due_names(lines, task, in_cluster=is_cluster(client))
     epoch, look_us = DUE(client, names, key, round(within * 1e6), _LINES_MS, _new_epoch())
     return Noted(epoch, int(look_us) / 1e6 if look_us else None)
 
 
-def claim(client: redis.Redis, lines: str, tasks: Iterable[str], ended: Collection[str] = ()) -> Claimed:
+def claim(client: redis.Redis, lines: str, tasks: Iterable[str], timed: Collection[str] = ()) -> Claimed:
     """Claim the lines of some tasks that it is time to look at: nobody else does for a moment.
 
-    What is due soon is for the first who learns of it to look at. Of the tasks whose deliveries have `ended`
-    here it is for this worker too, as these may have noted it.
+    Of the tasks that are `timed` it is also told when the next line is due.
     """
     names = list(tasks)
     random.shuffle(names)  # else of many lines those of the first tasks would always be found first
     in_slots = _in_slots(client, lines, names)
     argv = (round(SOON_S * 1e6), _LINES_MS, _new_epoch())
     asked = [
-        ((epoch, *named), (*argv, *(place for place, task in enumerate(of, 1) if task in ended)))
+        ((epoch, *named), (*argv, *(place for place, task in enumerate(of, 1) if task in timed)))
         for epoch, (named, of) in in_slots.items()
     ]
     slots: dict[str, Slot] = {}
@@ -332,12 +331,11 @@ def settle(
 ) -> float | None:
     """Say in how many seconds somebody is to look at a line again; None if nobody waits there.
 
-    In how many seconds it is due: somebody else may have said something, too. If that is soon, the caller
-    looks at it then.
+    In how many seconds it is due: somebody else may have said something, too.
     """
-    within_us, comes = ("", 0) if within is None else (round(within * 1e6), int(within <= SOON_S))
+    within_us = "" if within is None else round(within * 1e6)
     name, _epoch = due_names(lines, task, in_cluster=is_cluster(client))
-    _word, due_us = SETTLE(client, (name,), key, claimed.slots[task].until_us, within_us, comes)
+    _word, due_us = SETTLE(client, (name,), key, claimed.slots[task].until_us, within_us)
     return int(due_us) / 1e6 if due_us else None
 
 

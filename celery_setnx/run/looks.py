@@ -9,6 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from celery_setnx.exceptions import SetnxError
@@ -42,17 +43,17 @@ class Swept(NamedTuple):
 
 
 class TimedLooks:
-    """A thread that looks when lines are due soon: at most one look is to come.
+    """A thread that looks when lines are due soon.
 
     A call notes when that is while its delivery ends, in a process that may end with it. One that parks tells
     its parent. Where a release may note it, because the lock rests or no start is left, the parent asks Redis
-    at the end of each delivery. Several may come for one line, and one of them finds it due. Whoever looks
-    is told whether a delivery has ended.
+    at the end of each delivery. Several may come for one line, and one of them finds it due: the
+    others stop.
     """
 
-    def __init__(self, look: Callable[[bool], Swept]) -> None:
+    def __init__(self, look: Callable[[], Swept]) -> None:
         self._look = look
-        self._due_at = math.inf
+        self._due_at: list[float] = []  # a heap
         self._earliest_at = 0.0
         self._has_ended = False  # a delivery, and what it has noted is not known
         self._noting = threading.Lock()
@@ -66,12 +67,12 @@ class TimedLooks:
         self._wake()
 
     def within(self, seconds: float | None) -> None:
-        """Look in so many seconds at the latest, if that is soon; None if there is no need."""
+        """Look in so many seconds, too, if that is soon; None if there is no need."""
         if seconds is None or seconds > SOON_S:
             return
         at = time.monotonic() + seconds
         with self._noting:  # a sweep and a look may say it at a time
-            self._due_at = min(self._due_at, at)
+            heappush(self._due_at, at)
         self._wake()
 
     def _wake(self) -> None:
@@ -94,7 +95,10 @@ class TimedLooks:
 
     def _left_s(self) -> float:
         """Seconds until the next look."""
-        return 0.0 if self._has_ended else max(self._due_at - time.monotonic(), 0.0)
+        if self._has_ended:
+            return 0.0
+        with self._noting:
+            return max(self._due_at[0] - time.monotonic(), 0.0) if self._due_at else math.inf
 
     def _turn(self) -> bool:
         left_s = self._left_s()
@@ -105,12 +109,15 @@ class TimedLooks:
         if between_forks.wait(self._stopped, max(self._earliest_at - time.monotonic(), 0.0)):
             return False
         with self._noting:
-            has_ended, self._has_ended, self._due_at = self._has_ended, False, math.inf
+            has_ended, self._has_ended = self._has_ended, False
+            while self._due_at and self._due_at[0] <= time.monotonic():
+                heappop(self._due_at)
         pause_s = _AGAIN_S
         try:
-            swept = self._look(has_ended)
+            swept = self._look()
             pause_s = EARLIEST_S
-            self.within(0.0 if swept.are_more else swept.next_s)
+            if swept.lines or has_ended:
+                self.within(0.0 if swept.are_more else swept.next_s)
         except SetnxError as error:
             logger.debug("No line is looked at between two sweeps: %s", error)
         finally:

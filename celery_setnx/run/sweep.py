@@ -205,12 +205,9 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._wait_s = EARLIEST_S if has_more else max(0.0, self._usual_at - now)
         return True
 
-    def _look(self, app: Celery, has_ended: bool = False) -> Swept:
-        """Look at the lines that are due, in another thread than the sweep's, which others may keep waiting.
-
-        When a delivery has ended, it may have noted what is due soon.
-        """
-        swept = self.sweep(app, is_early=True, has_ended=has_ended, later=self._left_by_looks)
+    def _look(self, app: Celery) -> Swept:
+        """Look at the lines that are due, in another thread than the sweep's: others may hold that up."""
+        swept = self.sweep(app, is_early=True, later=self._left_by_looks)
         if any(task_id for _key, task_id in list(self._left_by_looks)):  # a call is to be woken
             self._roused.set()
         return swept
@@ -231,14 +228,11 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Its timed looks, if it is a worker of this app and sweeps."""
         return [self._looks] if app is self._worker.app and self._thread is not None else []
 
-    def sweep(
-        self, app: Celery, *, is_early: bool = False, has_ended: bool = False, later: Later | None = None
-    ) -> Swept:
+    def sweep(self, app: Celery, *, is_early: bool = False, later: Later | None = None) -> Swept:
         """Look at every line that is due; unless it comes early, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
-        timed = [name for name in tasks if _is_timed(app, name)] if has_ended else ()
-        claimed = claim(self._client, lines, tasks, timed)
+        claimed = claim(self._client, lines, tasks, [name for name in tasks if _is_timed(app, name)])
         due = [claimed.next_s]
         for task, entry in claimed.lines:
             between_forks.give_way()

@@ -21,11 +21,6 @@ Sets = dict[str, dict[str, int]]
 """By task, when (us) to look at which line."""
 
 
-def _even(us: int) -> int:
-    """A time for which nobody comes."""
-    return us - us % 2
-
-
 class Claim(NamedTuple):
     """A line that a worker looks at, and until when it alone does."""
 
@@ -102,10 +97,9 @@ class Schedule:
         told, look = self._ran("due", [name, EPOCH_KEY], entry, within, remember, epoch)
         kept = {line: at for line, at in before[task].items() if at > now - remember * MS}
         known = kept.get(entry)
-        is_seen_to = known is not None and known <= now + within and known % 2 == 1
-        due = _even(now + within if known is None else min(now + within, known - 2)) + is_seen_to
-        if look != ("" if is_seen_to else str(max(0, due - now))):
-            return "when somebody should look"
+        due = now + within if known is None else min(now + within, known - 1)
+        if look != (str(within) if known is None or now + within < known else ""):
+            return "who is to come"
         if self._sets() != {**before, task: {**kept, entry: due}}:
             return "when to look"
         if not (self._lasts(name, remember) and self._lasts(EPOCH_KEY, remember)):
@@ -113,35 +107,32 @@ class Schedule:
         return "" if self._knows_its_data(told, epoch, keys) else "which data these are"
 
     def _sweep(self) -> str:
-        """What is due is claimed, and nothing else; who is told of a later time comes for it, once."""
+        """What is due is claimed, and nothing else; of paced tasks it is said when the next is due."""
         before, keys, now = self._sets(), dict(self.server.state), self.server.now
         tasks = [task for task in TASKS if self.draw.random() < 0.7]
-        ended = [number for number in range(1, len(tasks) + 1) if self.draw.random() < 0.5]
+        paced = [number for number in range(1, len(tasks) + 1) if self.draw.random() < 0.5]
         interval, (remember, epoch) = self.draw.choice((0, 2 * SECOND)), self._about_the_data()
         names = [f"lines:{task}".encode() for task in tasks]
         told, until, next_due, *found = self._ran(
-            "sweep", [EPOCH_KEY, *names], interval, remember, epoch, *ended
+            "sweep", [EPOCH_KEY, *names], interval, remember, epoch, *paced
         )
         claimed = [
             Claim(tasks[int(number) - 1], entry, until) for number, entry in zip(found[::2], found[1::2])
         ]
-        claimed_till = _even(now + interval) + 1
         due = [
-            Claim(t, entry, str(claimed_till)) for t in tasks for entry, at in before[t].items() if at <= now
+            Claim(t, entry, str(now + interval))
+            for t in tasks
+            for entry, at in before[t].items()
+            if at <= now
         ]
         if sorted(claimed) != sorted(due):
             return "what is claimed"
         after = {task: dict(known) for task, known in before.items()}
-        soon = []
-        for number, task in enumerate(tasks, 1):
-            for entry, at in before[task].items():
-                if now < at <= claimed_till:
-                    soon += [at] if at % 2 == 0 or number in ended else []
-                    after[task][entry] = at if at % 2 else at - 1
         for claim in due:
-            after[claim.task][claim.entry] = claimed_till
+            after[claim.task][claim.entry] = now + interval
         if self._sets() != after:
-            return "until when it is claimed, or who comes"
+            return "until when it is claimed"
+        soon = [at for n in paced for at in before[tasks[n - 1]].values() if now < at <= now + interval]
         if next_due != (str(min(soon) - now) if soon else ""):
             return "when the next is due"
         if not all(self._lasts(f"lines:{claim.task}".encode(), remember) for claim in due):
@@ -155,13 +146,11 @@ class Schedule:
         before, now = self._sets(), self.server.now
         claim = self.draw.choice(self.claims[-4:])
         within = self.draw.choice(("", "", 0, SECOND, 30 * SECOND))
-        comes = self.draw.randrange(2)
-        asked = claim.entry, claim.until, within, comes
-        word, left = self._ran("settle", [f"lines:{claim.task}".encode()], *asked)
+        word, left = self._ran("settle", [f"lines:{claim.task}".encode()], claim.entry, claim.until, within)
         known = before[claim.task].get(claim.entry)
         is_changed = known is None or str(known) != claim.until
         after = {task: dict(lines) for task, lines in before.items()}
-        due = known if within == "" else _even(now + int(within)) + comes
+        due = known if within == "" else now + int(within)
         if known is None or (within == "" and not is_changed):
             after[claim.task].pop(claim.entry, None)
             due = None

@@ -1,8 +1,7 @@
 -- Say when it is time to look at a line again, or that nobody waits there any more.
 --
 -- KEYS  1 lines (see due.lua)
--- ARGV  1 entry, 2 claimed until (us), 3 within (us from now; '' = nobody waits), 4 comes: '1' = the caller
---       looks then, see due.lua; '0' = not
+-- ARGV  1 entry, 2 claimed until (us), 3 within (us from now; '' = nobody waits)
 -- Returns {word, us until the line is due ('' if it is not there)}
 --       settled | changed (somebody has noted another time meanwhile: the earlier one counts)
 
@@ -16,11 +15,7 @@ if within == '' and not is_changed then
   return {'settled', ''}
 end
 -- Whoever has noted it knew only that it was claimed, and that by then it is due.
-local due = tonumber(known)
-if within ~= '' then
-  due = now + tonumber(within)
-  due = due - due % 2 + tonumber(ARGV[4])
-end
+local due = within ~= '' and now + tonumber(within) or tonumber(known)
 if is_changed then due = math.min(due, tonumber(known)) end
 redis.call('ZREM', KEYS[1], '') -- nothing: allowed when memory is full, and after a write ZADD is too
 redis.call('ZADD', KEYS[1], int(due), entry)
