@@ -24,7 +24,7 @@ from celery_setnx.call.back import EVENTS, NONCE, Dropped, come_back, counts_onc
 from celery_setnx.call.ended import free_ended, stored_end
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, RunningCall, retries_of
-from celery_setnx.call.wake import give_turns, look_within, report_take_over
+from celery_setnx.call.wake import give_turn, give_turns, look_within, report_take_over
 from celery_setnx.connection import client_for, new_client
 from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.held import HeldLock
@@ -167,7 +167,8 @@ class Attempt:
         if call.is_woken:
             # Redis may have lost its data: without a ticket the courier would wake the call beside itself.
             with suppress(SetnxError):  # a client of its own, because this may be the keeper's thread
-                leave(new_client(self.task.app), call.place(BEGUN_S), copy=call.copy)
+                left = leave(new_client(self.task.app), call.place(BEGUN_S), copy=call.copy)
+                give_turn(self.task.app, self.task.name, held.key, left.turn)
         self.send(lock_lost, fence=held.fence, reason=reason)
 
     def give_turns(self) -> None:
