@@ -37,7 +37,7 @@ from celery_setnx.lock.marks import Failure
 from celery_setnx.lock.record import ENDED, task_token
 from celery_setnx.log import Log, fields
 from celery_setnx.options import Options
-from celery_setnx.run.ends import ends_of_process
+from celery_setnx.run.cleanup import cleanup_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.run.park import Parked, remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
@@ -118,7 +118,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         """A child runs the task: from now on its death is noticed."""
         self._accepted_at = time.monotonic()
         if self._guard is not None and pid != os.getpid() and pid <= _PID_MAX:  # no greenlet's id
-            ends_of_process().watch(self)
+            cleanup_of_process().watch(self)
         return super().on_accepted(pid, time_accepted)
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
@@ -129,7 +129,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         error = _error_of(exc_info)
         self._has_returned = return_ok and not isinstance(error, DEATHS)
         if not return_ok:
-            ends_of_process().keep(self)
+            cleanup_of_process().keep(self)
         if isinstance(error, WorkerLostError) and not self._comes_back and self._goes_on():
             logger.warning(
                 "%s waits on: the process that has parked it has died (%s).",
@@ -178,7 +178,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         """After a hard time limit the child is about to die."""
         if not soft:
             self._timed_out = True
-            ends_of_process().keep(self)
+            cleanup_of_process().keep(self)
         return super().on_timeout(soft, timeout)
 
     def revoked(self) -> bool:
@@ -191,7 +191,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         revoked = bool(super().revoked())
         if revoked and not known and self._guard is not None:
             if self._request_dict.get("retries"):
-                ends_of_process().free_retry(self)
+                cleanup_of_process().free_retry(self)
             else:
                 self._forget()
         return revoked
@@ -272,14 +272,14 @@ class SingletonRequest(Request):  # type: ignore[misc]
         call, may_wait = self.call, self._options.may_wait
         if has_died and not call.may_have_twin:
             call = call._replace(copy=ENDED)
-        ends_of_process().forget(self.app, call, may_wait=may_wait, is_sent_again=is_sent_again)
+        cleanup_of_process().forget(self.app, call, may_wait=may_wait, is_sent_again=is_sent_again)
 
     def _forget_success(self) -> None:
         """Take back what this run has noted, or may note still: it has failed all the same."""
         call = self._keyed
         if call is not None and self._options.dedupe_for:
             failure = Failure(call.key, self._token, self._options.limit)
-            ends_of_process().take_back(self.app, call, failure)
+            cleanup_of_process().take_back(self.app, call, failure)
 
     @property
     def _token(self) -> str:
@@ -322,7 +322,6 @@ class SingletonRequest(Request):  # type: ignore[misc]
                 return
             lock = self._guard.lock(call, self._arguments)
             freed = free(lock)
-        look_soon(self.app, self.task.name)
         if freed:
             logger.warning(
                 "%s %s; its lock %s is freed.", self.call, why, lock.name, extra=fields("freed", self.call)
@@ -408,7 +407,7 @@ def _let_go(request: Any, **_details: Any) -> None:
             request.acknowledge()
             request._already_revoked = True  # Celery drops it without a word
             return
-    ends_of_process().forget(request.app, call, may_wait=True)
+    cleanup_of_process().forget(request.app, call, may_wait=True)
 
 
 def _tell_child(request: Request) -> None:
@@ -433,7 +432,7 @@ def _free_rejected(sender: Any, message: Any, **_details: Any) -> None:
     """A worker that does not know the task, or cannot read its message, has thrown the message away."""
     try:
         headers = message.headers or {}
-        ends_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
+        cleanup_of_process().forget(sender.app, Call.of(str(headers.get("task")), headers))
     except Exception as error:  # noqa: BLE001 - nothing that a message says may end the worker
         text = "A message of %s was thrown away; its mark and its place lapse by themselves: %s"
         logger.warning(text, _named(message), repr(error))

@@ -31,12 +31,12 @@ control = redis.Redis.from_url(f"{URL}/0", socket_timeout=None)
 journal = Journal(control)
 
 
-def _pace(order: courier.Order, server_time: float, pace: Any = courier.Order.pace) -> float:
+def _pace(order: courier.ParkedCall, server_time: float, pace: Any = courier.ParkedCall.pace) -> float:
     """A courier comes soon if its call says so (see `tests.stage.SOON`), and not in ten minutes."""
     return min(pace(order, server_time), order.call.options.get("retry_delay_max", 600))
 
 
-courier.Order.pace = _pace
+courier.ParkedCall.pace = _pace
 wake._LOOK_S = 2.0  # instead of half a minute
 
 

@@ -31,7 +31,7 @@ app = make_app("canvasapp", BROKER_DB, broker_transport_options={"polling_interv
 def couriers_come_soon(sender: Any, **_details: Any) -> None:
     """To find that their calls have ended. Not for another app's worker, in a process of the tests."""
     if sender.app is app:
-        courier.Order.pace = lambda order, server_time: 0.3
+        courier.ParkedCall.pace = lambda order, server_time: 0.3
 
 
 def turn(gate: str = "") -> None:

@@ -27,7 +27,7 @@ from celery_setnx.cli import _picture, asked, screen, setnx
 from celery_setnx.cli.describe import COLUMNS, DONE_COLUMNS, MARK_COLUMNS
 from celery_setnx.cli.screen import table
 from celery_setnx.keys import digest
-from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.line import LineEntry, park
 from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.marks import Mark, done_by, mark_all
 from celery_setnx.lock.names import (
@@ -157,7 +157,7 @@ class Stage:
 
     def park(self, name: str = "sync") -> None:
         """A call that has waited in line for 5 s."""
-        park(self.locks, Place(self.key(name), "t-9", 0, 60), since=time.time() - 5, call="")
+        park(self.locks, LineEntry(self.key(name), "t-9", 0, 60), since=time.time() - 5, call="")
 
     def is_due(self, name: str = "sync") -> bool:
         """Whether a worker is to look at the line now."""
@@ -1214,7 +1214,7 @@ def poisoned(cli, locks, foreign_keys) -> str:
         dead = lock.holder()
         assert dead is not None
         note_take_over(locks, key, TakeOver(time.time(), EVIL, {**dead.as_dict(), "description": EVIL}), 60)
-        park(locks, Place(key, word, 0, 60), since=time.time(), call="")
+        park(locks, LineEntry(key, word, 0, 60), since=time.time(), call="")
     for key in (evil, cli.key("pending")):
         mark_all(locks, [Mark(key, word)], dedupe="until_started", lease=600)
     for key in (cli.key("pending"), key_name("t", EVIL, digest([8]))):

@@ -25,11 +25,11 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER, lines_of, look_within
 from celery_setnx.connection import client_for
 from celery_setnx.lock import line
-from celery_setnx.lock.line import BEGUN_S, Begun, Place, have_begun, leave, park
+from celery_setnx.lock.line import BEGUN_S, LineEntry, TicketStart, have_begun, leave, park
 from celery_setnx.lock.names import end_name, key_name, line_names, ticket_name
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.run import courier, held, revoked
-from celery_setnx.run.courier import Order, put_back
+from celery_setnx.run.courier import ParkedCall, put_back
 from celery_setnx.run.held import HeldCouriers, give_back
 from celery_setnx.run.sweep import Sweep
 from tests.harness import due_set, server_us
@@ -37,7 +37,7 @@ from tests.harness import due_set, server_us
 KEY = key_name("t", "t", "f8f76adeabacfc9bfe3d32e83b502a67")  # of a call without arguments
 CALL = Call("t", "id-1", key=KEY, since=10.0, bare=False)
 MESSAGE = Message({"task": "t", "id": "id-1"}, {}, "far", ((), {}, {}), "application/json")
-ORDER = Order(CALL, "c", None, lease=60.0, queue_lease=60.0, remember=600.0, epoch="")
+ORDER = ParkedCall(CALL, "c", None, lease=60.0, queue_lease=60.0, remember=600.0, epoch="")
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def messages(app: Celery, queue: str) -> list[Any]:
         return [found.get_nowait() for _ in range(found.qsize())]
 
 
-def waits(app: Celery, locks: Any, order: Order = ORDER) -> Order:
+def waits(app: Celery, locks: Any, order: ParkedCall = ORDER) -> ParkedCall:
     """A call that is in line behind a holder, with all that it is woken with."""
     SetnxLock(locks, KEY, line=True, lease=600).acquire()
     order = replace(order, message=MESSAGE.packed(app, order.call))
@@ -240,9 +240,9 @@ def test_ticket_of_a_call_that_was_sent_at_its_end_lasts_a_week(app, locks, unti
     ("ticket", "found"),
     [
         ("1||0", None),
-        ("1|ab|0", Begun.ONCE),
-        ("1|ab|2", Begun.ANY),
-        ("2||0", Begun.ANY),
+        ("1|ab|0", TicketStart.ONCE),
+        ("1|ab|2", TicketStart.ANY),
+        ("2||0", TicketStart.ANY),
         ("0|ab|0", None),
         ("nonsense", None),
         (None, None),
@@ -256,7 +256,7 @@ def test_ticket_tells_whether_its_call_has_begun(locks, foreign_keys, ticket, fo
         locks.set(name, ticket)
     locks.lpush(ticket_name(KEY, "id-2"), "no text")
     foreign_keys.add(ticket_name(KEY, "id-2"))
-    places = [Place(KEY, task_id, 1, 600.0) for task_id in ("id-1", "id-2")]
+    places = [LineEntry(KEY, task_id, 1, 600.0) for task_id in ("id-1", "id-2")]
     assert have_begun(locks, places) == [found, None]
     assert have_begun(locks, []) == []
 
@@ -266,7 +266,7 @@ class Request:
 
     def __init__(self, task_id: str, held_since: float = 0.0, **order: Any) -> None:
         self.id = self.name = task_id
-        self.order = replace(ORDER, call=CALL._replace(task_id=task_id), **order)
+        self.parked = replace(ORDER, call=CALL._replace(task_id=task_id), **order)
         self.held_since, self.acknowledged = held_since, False
 
     def acknowledge(self) -> None:
@@ -353,9 +353,9 @@ def test_couriers_are_asked_about_every_half_minute_but_for_the_first(app, locks
     monkeypatch.setattr(held, "have_begun", lambda c, places: asked.append(len(places)) or ask(c, places))
     names = ["begun", "waits", "sent", "unreadable"]
     requests = [Request(name, resent=name == "sent") for name in names]
-    requests[3].order = None  # type: ignore[assignment]
+    requests[3].parked = None  # type: ignore[assignment]
     for request in requests[:3]:
-        place = replace(request.order.place(app), remember=BEGUN_S)
+        place = replace(request.parked.place(app), remember=BEGUN_S)
         park(locks, place, copy=ORIGINAL, since=10.0, call="c")
         if request.id != "waits":
             leave(locks, place, copy="other")

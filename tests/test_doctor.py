@@ -23,7 +23,7 @@ from celery_setnx.doctor.acl import acl_lines
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import clock_of, examine
 from celery_setnx.doctor.trial import trial_name
-from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.line import LineEntry, park
 from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.record import Terms
 from celery_setnx.testing import pass_time
@@ -439,7 +439,9 @@ def test_calls_that_wait_for_their_pace_are_counted(app, locks):
     """Nothing is wrong with them; they are told from those that wait for a holder."""
     for key, rate in (("aa", (1, 60.0)), ("bb", None)):
         held = SetnxLock(locks, f"setnx:{{examined.work:{key}}}", rate=rate).acquire().lock
-        place = Place(f"setnx:{{examined.work:{key}}}", "t-1", 0, remember=60, terms=Terms(1, *(rate or ())))
+        place = LineEntry(
+            f"setnx:{{examined.work:{key}}}", "t-1", 0, remember=60, terms=Terms(1, *(rate or ()))
+        )
         park(locks, place, since=1.0, call="")
         if rate:
             held.release()

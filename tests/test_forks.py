@@ -13,8 +13,8 @@ from celery import Celery
 from celery_setnx import forks
 from celery_setnx.forks import between_forks
 from celery_setnx.run import sweep
-from celery_setnx.run.ends import Ends
-from celery_setnx.run.looks import Swept, TimedLooks
+from celery_setnx.run.cleanup import Cleanup
+from celery_setnx.run.looks import SweepReport, TimedLooks
 from tests.bounds import bound
 from tests.harness import exit_code_of_fork
 
@@ -80,7 +80,7 @@ def sweeping(work: Work, patch: pytest.MonkeyPatch) -> Callable[[], object]:
 
 
 def looking(work: Work, _patch: pytest.MonkeyPatch) -> Callable[[], object]:
-    looks = TimedLooks(lambda: work() or Swept(0, None))  # type: ignore[func-returns-value]
+    looks = TimedLooks(lambda: work() or SweepReport(0, None))  # type: ignore[func-returns-value]
     looks.soon()
     return looks.stop
 
@@ -90,7 +90,7 @@ def watching(work: Work, _patch: pytest.MonkeyPatch) -> Callable[[], object]:
         worker_pid = property(lambda _self: work())
 
     request = Request()
-    Ends().watch(request)
+    Cleanup().watch(request)
     return lambda: request  # which is watched for as long as it lives
 
 

@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from celery_setnx import LockRefused, SetnxLock
-from celery_setnx.lock.line import Found, Place, park, runs_instead
+from celery_setnx.lock.line import LineEntry, ParkReply, park, runs_instead
 from celery_setnx.lock.names import instead_name, line_names, permit_names, ticket_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, task_token
@@ -46,7 +46,7 @@ class Line:
         assert lock.release() == "released"
         return lock.turns.pop().heir if lock.turns else None
 
-    def wait(self, task_id: str, since: float = 10.0) -> Found:
+    def wait(self, task_id: str, since: float = 10.0) -> ParkReply:
         """A task's conflict: it enters the line."""
         return park(self.client, place(task_id), copy=ORIGINAL, since=since, call=f"wake {task_id}")
 
@@ -59,8 +59,8 @@ class Line:
         return [str(member) for member in self.client.zrange(LINE, 0, -1)]
 
 
-def place(task_id: str) -> Place:
-    return Place(NAME, task_id, 0, 6000.0)
+def place(task_id: str) -> LineEntry:
+    return LineEntry(NAME, task_id, 0, 6000.0)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_wake_ups_in_vain_are_those_of_one_attempt(locks, attempt, vain):
 
 def test_first_who_asks_runs_instead_of_one_that_has_died(locks):
     """All who ask are told so, for as long as it is remembered."""
-    first, second = (Place(NAME, task_id, 0, remember=60) for task_id in "ab")
+    first, second = (LineEntry(NAME, task_id, 0, remember=60) for task_id in "ab")
     asked = [runs_instead(locks, place, of="dead") for place in (first, second, first)]
     assert asked == ["a", "a", "a"]
     assert 0 < locks.pttl(instead_name(NAME, "dead")) <= 60_000
@@ -232,4 +232,4 @@ def test_refusal_to_say_who_runs_instead_is_an_error(locks, foreign_keys):
     foreign_keys.add(name)
     locks.lpush(name, "x")
     with pytest.raises(LockRefused, match=name):
-        runs_instead(locks, Place(NAME, "a", 0, remember=60), of="dead")
+        runs_instead(locks, LineEntry(NAME, "a", 0, remember=60), of="dead")

@@ -22,14 +22,14 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.wake import give_turns, lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
-from celery_setnx.lock.line import Place, note_due, park
+from celery_setnx.lock.line import LineEntry, note_due, park
 from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
 from celery_setnx.lock.verbs import serve
 from celery_setnx.run import looks
 from celery_setnx.run.attempt import Attempt
-from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
+from celery_setnx.run.looks import EARLIEST_S, SweepReport, TimedLooks
 from celery_setnx.run.run import run
 from celery_setnx.run.sweep import Sweep
 from celery_setnx.signals import lock_conflict, lock_taken_over
@@ -48,7 +48,7 @@ def now(monkeypatch) -> list[float]:
     return now
 
 
-def stepped(look: Callable[[bool], Swept], now: list[float]) -> TimedLooks:
+def stepped(look: Callable[[bool], SweepReport], now: list[float]) -> TimedLooks:
     """Looks whose thread is the test."""
     timed = TimedLooks(look)
 
@@ -62,16 +62,16 @@ def stepped(look: Callable[[bool], Swept], now: list[float]) -> TimedLooks:
     return timed
 
 
-def looked_at(now: list[float], *said: Swept, within: float | None = None) -> list[float]:
+def looked_at(now: list[float], *said: SweepReport, within: float | None = None) -> list[float]:
     """When somebody looks until nobody does any more, and what he is told; a delivery has just ended, unless
     a sweep says when to look.
     """
     replies, at = iter(said), []
     began = now[0]
 
-    def look() -> Swept:
+    def look() -> SweepReport:
         at.append(round(now[0] - began, 6))
-        return next(replies, Swept(0, None))
+        return next(replies, SweepReport(0, None))
 
     timed = stepped(look, now)
     if within is None:
@@ -85,17 +85,17 @@ def looked_at(now: list[float], *said: Swept, within: float | None = None) -> li
 
 def test_look_follows_the_end_of_a_delivery_and_then_the_time_that_redis_says(now):
     """Nothing was due at the end; then a line was served, and is due again."""
-    assert looked_at(now, Swept(0, 0.3), Swept(1, 0.5), Swept(1, None)) == [0, 0.3, 0.8]
+    assert looked_at(now, SweepReport(0, 0.3), SweepReport(1, 0.5), SweepReport(1, None)) == [0, 0.3, 0.8]
 
 
 def test_look_follows_when_a_sweep_says(now):
     """Where nobody comes any more, and all wait."""
-    assert looked_at(now, Swept(1, None), within=1.5) == [1.5]
+    assert looked_at(now, SweepReport(1, None), within=1.5) == [1.5]
 
 
 def test_sweep_that_says_a_later_time_leaves_a_look_the_sooner_one(now, monkeypatch):
     """Also if it is said while the sweep reads its clock."""
-    timed = stepped(lambda: Swept(0, None), now)
+    timed = stepped(lambda: SweepReport(0, None), now)
 
     def read() -> float:
         monkeypatch.setattr(looks, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -111,9 +111,9 @@ def test_each_line_is_looked_at_when_it_is_due(now):
     """A look at one leaves the later ones theirs, also if it finds nothing: another worker has looked."""
     looked: list[float] = []
 
-    def look() -> Swept:
+    def look() -> SweepReport:
         looked.append(round(now[0] - 100.0, 6))
-        return Swept(0, None)
+        return SweepReport(0, None)
 
     timed = stepped(look, now)
     for within in (1.5, 0.3, 0.9, 0.3):
@@ -125,14 +125,14 @@ def test_each_line_is_looked_at_when_it_is_due(now):
 
 def test_looks_are_no_closer_than_a_moment(now):
     """However often deliveries end, and whatever Redis says."""
-    assert looked_at(now, Swept(1, 0.0), Swept(1, 0.001)) == [0, EARLIEST_S, 2 * EARLIEST_S]
+    assert looked_at(now, SweepReport(1, 0.0), SweepReport(1, 0.001)) == [0, EARLIEST_S, 2 * EARLIEST_S]
 
 
 def test_look_that_fails_is_left_to_the_sweep(now):
     """And for two seconds no look follows, whose deliveries end meanwhile."""
     looked: list[float] = []
 
-    def look() -> Swept:
+    def look() -> SweepReport:
         looked.append(now[0])
         raise LockUnavailable("k", "away")
 
@@ -148,9 +148,9 @@ def test_thread_looks_when_it_is_told_and_ends_when_it_is_told():
     """It starts with the first that it is told."""
     looked = threading.Event()
 
-    def look() -> Swept:
+    def look() -> SweepReport:
         looked.set()
-        return Swept(0, None)
+        return SweepReport(0, None)
 
     timed = TimedLooks(look)
     assert not timed._thread.runs
@@ -185,7 +185,7 @@ class Bills:
             terms = self.task._guard.options.terms
             park(
                 self.locks,
-                Place(self.key, task_id, 0, 600, terms=terms),
+                LineEntry(self.key, task_id, 0, 600, terms=terms),
                 copy=ORIGINAL,
                 since=place,
                 call="c",
@@ -200,7 +200,7 @@ class Bills:
         """It is time to look at the line."""
         note_due(self.locks, lines_of(self.app), "bill", self.key, within=0.0)
 
-    def look(self) -> Swept:
+    def look(self) -> SweepReport:
         """A look finds the line due."""
         self.due()
         return self.step._look(self.app)
@@ -318,7 +318,7 @@ class Workers:
         step._looks._thread = SimpleNamespace(runs=True)  # type: ignore[assignment]
         look = step._looks._look
 
-        def counted() -> Swept:
+        def counted() -> SweepReport:
             self.count_of_looks += 1
             return look()
 
@@ -406,7 +406,7 @@ def test_line_goes_on_at_its_pace_without_a_sweep(
     for place, task_id in enumerate(calls):
         park(
             locks,
-            Place(workers.key, task_id, 0, 600, terms=terms),
+            LineEntry(workers.key, task_id, 0, 600, terms=terms),
             copy=ORIGINAL,
             since=1.0 + place,
             call="c",

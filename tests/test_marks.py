@@ -11,7 +11,7 @@ from celery_setnx import LockRefused, LockUnavailable, SetnxLock
 from celery_setnx.lock.marks import (
     Failure,
     Mark,
-    Marked,
+    MarkReply,
     done_by,
     extend_all,
     forget_done,
@@ -48,22 +48,22 @@ def test_mark_whose_reply_was_lost_is_not_its_own_duplicate(locks, proxy, shaky)
     mark(shaky, "warm")
     locks.flushdb()
     with proxy.fault("drop_reply", containing=NAME.encode()):
-        assert mark(shaky, "a") == Marked("a", "marked")
-    assert mark(shaky, "b") == Marked("a", "queued")
+        assert mark(shaky, "a") == MarkReply("a", "marked")
+    assert mark(shaky, "b") == MarkReply("a", "queued")
 
 
 def test_many_keys_take_one_round_trip_and_equal_ones_meet(locks):
     """Of two equal keys the second is a duplicate of the first."""
     marks = [Mark("t:{x}", "a"), Mark("t:{y}", "b"), Mark("t:{x}", "c")]
     found = mark_all(locks, marks, dedupe="until_started", lease=30)
-    assert found == [Marked("a", "marked"), Marked("b", "marked"), Marked("a", "queued")]
+    assert found == [MarkReply("a", "marked"), MarkReply("b", "marked"), MarkReply("a", "queued")]
 
 
 def test_scripts_are_sent_again_after_a_script_flush(locks):
     """A server that has forgotten the scripts is taught them anew."""
     marks = [Mark(KEY, "a")]
     locks.script_flush()
-    assert mark_all(locks, marks, dedupe="until_done", lease=9) == [Marked("a", "marked")]
+    assert mark_all(locks, marks, dedupe="until_done", lease=9) == [MarkReply("a", "marked")]
     locks.script_flush()
     assert extend_all(locks, marks, [600]) is None
     assert locks.pttl(NAME) > 9_000

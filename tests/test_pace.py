@@ -11,11 +11,11 @@ import redis
 from celery_setnx import SetnxLock
 from celery_setnx.lock import verbs
 from celery_setnx.lock.held import HeldLock
-from celery_setnx.lock.line import Found, Place, park
+from celery_setnx.lock.line import LineEntry, ParkReply, park
 from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.names import line_names, permits_name, record_name, starts_name
 from celery_setnx.lock.outcome import Outcome
-from celery_setnx.lock.record import ORIGINAL, Served, Terms, task_token
+from celery_setnx.lock.record import ORIGINAL, ServeReply, Terms, task_token
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
 
 NAME = "t:{pace}"
@@ -58,13 +58,13 @@ def of_task(
     return the_lock(client, rate=rate).acquire(token=task_token(task_id, retries, "0a"), **about)
 
 
-def wait(client: redis.Redis, task_id: str, since: float) -> Found:
+def wait(client: redis.Redis, task_id: str, since: float) -> ParkReply:
     """A task enters the line."""
-    place = Place(NAME, task_id, 0, 6000.0, terms=Terms(1, *TWO_IN_60))
+    place = LineEntry(NAME, task_id, 0, 6000.0, terms=Terms(1, *TWO_IN_60))
     return park(client, place, copy=ORIGINAL, since=since, call=f"wake {task_id}")
 
 
-def serve(client: redis.Redis) -> Served:
+def serve(client: redis.Redis) -> ServeReply:
     """The line goes on, if it may."""
     return verbs.serve(the_lock(client), knows_terms=True)
 

@@ -8,7 +8,7 @@ from celery import Celery
 from celery_setnx import SetnxLock
 from celery_setnx.call import wake
 from celery_setnx.call.wake import give_turns, lines_of
-from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.line import LineEntry, park
 from celery_setnx.lock.names import key_name
 from celery_setnx.lock.record import ORIGINAL, Terms
 from tests.harness import due_set, server_us
@@ -44,7 +44,7 @@ def ends(app: Celery, locks: Any, *waiting: str, starts: int = 10) -> None:
     held = lock.acquire().lock
     assert held is not None
     for place, task_id in enumerate(waiting):
-        there = Place(KEY, task_id, 0, 600, terms=Terms(3, starts, 60.0))
+        there = LineEntry(KEY, task_id, 0, 600, terms=Terms(3, starts, 60.0))
         park(locks, there, copy=ORIGINAL, since=10.0 + place, call="c")
     assert held.release() == "released"
     give_turns(app, "t", lock)
@@ -78,7 +78,7 @@ def test_release_that_is_sent_again_has_the_line_looked_at(locks):
     lock = paced_lock(locks, 1)
     held = lock.acquire().lock
     assert held is not None
-    park(locks, Place(KEY, "first", 0, 600, terms=Terms(3, 1, 60.0)), copy=ORIGINAL, since=10.0, call="c")
+    park(locks, LineEntry(KEY, "first", 0, 600, terms=Terms(3, 1, 60.0)), copy=ORIGINAL, since=10.0, call="c")
     assert [held.release(), held.release()] == ["released"] * 2
     first, again = lock.turns
     assert 55 < first.look_in <= 60

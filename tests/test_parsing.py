@@ -19,7 +19,7 @@ from celery_setnx.call.back import Message
 from celery_setnx.call.message import HEADER, Call, attempt_of, id_of, retries_of
 from celery_setnx.lock.names import ticket_name
 from celery_setnx.options import LONGEST_S, NAMES
-from celery_setnx.run.courier import Order
+from celery_setnx.run.courier import ParkedCall
 from celery_setnx.run.sweep import CourierRequest
 from tests.bounds import bound
 from tests.test_message import FULL, headers_of
@@ -172,7 +172,7 @@ def test_entry_of_a_line_is_a_call_or_a_value_error(app, text):
     message.send(app, call.as_copy())
 
 
-ORDER = Order(FULL, "message", 1e9, 30.0, 3600.0, 7200.0, "epoch").as_kwargs()["order"]
+ORDER = ParkedCall(FULL, "message", 1e9, 30.0, 3600.0, 7200.0, "epoch").as_kwargs()["parked"]
 
 
 @fuzzed
@@ -180,7 +180,7 @@ ORDER = Order(FULL, "message", 1e9, 30.0, 3600.0, 7200.0, "epoch").as_kwargs()["
 def test_order_of_a_courier_is_one_or_a_value_error(app, told):
     """Also where the worker's parent holds the courier, and looks after its call."""
     try:
-        order = Order.of(told)
+        order = ParkedCall.of(told)
     except ValueError:
         return
     assert_usable(order.call._replace(options={}))
@@ -191,7 +191,7 @@ def test_order_of_a_courier_is_one_or_a_value_error(app, told):
     assert isinstance(order.epoch + order.message, str)
 
 
-@pytest.mark.parametrize("kwargs", [{"order": "x"}, {"order": {"call": 5}}, ["order"], {"order": ORDER}])
+@pytest.mark.parametrize("kwargs", [{"parked": "x"}, {"parked": {"call": 5}}, ["parked"], {"parked": ORDER}])
 def test_courier_of_any_kind_ends_no_worker(app, kwargs):
     """The worker's parent reads what it is told."""
     task = app.tasks["celery_setnx.courier"]
@@ -200,7 +200,7 @@ def test_courier_of_any_kind_ends_no_worker(app, kwargs):
     request = CourierRequest(
         message, app=app, task=task, body=([], kwargs, {}), headers=headers, decoded=True
     )
-    assert hasattr(request, "order") == (kwargs == {"order": ORDER})
+    assert hasattr(request, "parked") == (kwargs == {"parked": ORDER})
 
 
 @pytest.mark.parametrize(

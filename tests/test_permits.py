@@ -11,7 +11,7 @@ import redis
 from celery_setnx import AlreadyRunning, LockRefused, LockUnavailable, SetnxLock
 from celery_setnx.lock import lock as lock_module
 from celery_setnx.lock import verbs
-from celery_setnx.lock.line import Found, Place, leave, park
+from celery_setnx.lock.line import LineEntry, ParkReply, leave, park
 from celery_setnx.lock.names import permit_names, permits_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
@@ -45,9 +45,9 @@ def of_task(client: redis.Redis, task_id: str, limit: int = 3, **details: Any) -
     return the_lock(client, limit).acquire(token=task_token(task_id, 0, "0a"), **details)
 
 
-def wait(client: redis.Redis, task_id: str, since: float, limit: int = 3) -> Found:
+def wait(client: redis.Redis, task_id: str, since: float, limit: int = 3) -> ParkReply:
     """A task enters the line."""
-    place = Place(NAME, task_id, 0, 6000.0, terms=Terms(limit))
+    place = LineEntry(NAME, task_id, 0, 6000.0, terms=Terms(limit))
     return park(client, place, copy=ORIGINAL, since=since, call=f"wake {task_id}")
 
 
@@ -278,9 +278,9 @@ def test_full_server_gives_no_permit_and_serves_whoever_holds_one(own_locks):
     assert held[1].turns[-1].heir.task_id == "a"
     assert outcomes[2].lock.hold(LEASE) == "held_for_retry"
     assert outcomes[3].lock.release(at_least_for=500) == "resting"
-    place = Place(NAME, "b", 0, 200_000.0, terms=Terms(4))  # longer than anything is known yet
+    place = LineEntry(NAME, "b", 0, 200_000.0, terms=Terms(4))  # longer than anything is known yet
     assert park(own_locks, place, since=20.0, call="wake b").state == "parked"
-    assert leave(own_locks, Place(NAME, "c", 0, 60.0, terms=Terms(4)), copy="c1").word == "left"
+    assert leave(own_locks, LineEntry(NAME, "c", 0, 60.0, terms=Terms(4)), copy="c1").word == "left"
     assert the_lock(own_locks, 4).free_held("t2")
     assert serve(the_lock(own_locks, 4)).heir.task_id == "b"
     assert all(own_locks.pttl(key) > 0 for key in own_locks.scan_iter())

@@ -22,9 +22,9 @@ from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.verbs import serve
-from celery_setnx.run import ends as ends_module
+from celery_setnx.run import cleanup as cleanup_module
 from celery_setnx.run import sweep as sweep_module
-from celery_setnx.run.ends import Ends, ends_of_process
+from celery_setnx.run.cleanup import Cleanup, cleanup_of_process
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered, info_of
 from tests.harness import due_set, raising, server_us, wait_until
@@ -57,25 +57,25 @@ def marked(locks, proxy) -> Any:
 
 def test_trouble_with_one_dead_child_does_not_end_the_watch(caplog):
     """An error while one lock is freed is logged, and the next child's death is noticed all the same."""
-    ends, freed = Ends(), threading.Event()
+    cleanup, freed = Cleanup(), threading.Event()
     first = Delivery(raising(ZeroDivisionError))
-    ends.watch(first)
+    cleanup.watch(first)
     wait_until(lambda: "was not freed" in caplog.text, "the trouble is logged")
     second = Delivery(freed.set)
-    ends.watch(second)
+    cleanup.watch(second)
     assert freed.wait(10)
 
 
 def test_retry_of_which_nothing_can_be_asked_is_no_others_business(caplog):
     """A callable key may raise anything: it is said once, and the next one is freed."""
-    ends, freed = Ends(), threading.Event()
+    cleanup, freed = Cleanup(), threading.Event()
     odd, other = (Delivery(None) for _ in range(2))
     odd.free_held, other.free_held = raising(ZeroDivisionError), lambda at_last: freed.set() or True
     for each in (odd, other):
         each.call = Call("t", "id-1", key="t:{t}")
-        ends.free_retry(each)
+        cleanup.free_retry(each)
     assert freed.wait(10)
-    wait_until(lambda: not ends._retries, "neither is looked at again")
+    wait_until(lambda: not cleanup._retries, "neither is looked at again")
     assert caplog.text.count("was not freed") == 1
 
 
@@ -85,7 +85,7 @@ def test_retry_of_which_nothing_can_be_asked_is_no_others_business(caplog):
 )
 def test_message_that_is_thrown_away_is_named_if_its_mark_is_not_freed(monkeypatch, caplog, headers, named):
     """Nothing that it says is raised into the worker's loop."""
-    monkeypatch.setattr(Ends, "forget", raising(ZeroDivisionError))
+    monkeypatch.setattr(Cleanup, "forget", raising(ZeroDivisionError))
     request_module._free_rejected(SimpleNamespace(app=None), SimpleNamespace(headers=headers))
     assert f"A message of {named} was thrown away; its mark and its place lapse" in caplog.text
 
@@ -93,9 +93,9 @@ def test_message_that_is_thrown_away_is_named_if_its_mark_is_not_freed(monkeypat
 def test_call_whose_key_no_server_can_have_is_no_others_business(marked, caplog):
     """It is named, and lapses; the batch that it was in is freed."""
     app, calls, marks_left = marked
-    ends, odd = Ends(), Call("t", "odd", key="t:{\ud800}", marked=True, bare=False)
+    cleanup, odd = Cleanup(), Call("t", "odd", key="t:{\ud800}", marked=True, bare=False)
     for call in [*calls[:5], odd, *calls[5:]]:
-        ends.forget(app, call)
+        cleanup.forget(app, call)
     wait_until(lambda: marks_left() == 0, "the others are freed")
     wait_until(lambda: "t[odd] has ended; its lock" in caplog.text, "it is named")
 
@@ -103,21 +103,21 @@ def test_call_whose_key_no_server_can_have_is_no_others_business(marked, caplog)
 def test_thread_that_cannot_start_is_started_later(monkeypatch, marked, caplog):
     """There are no more processes for now: the worker's parent goes on, and nothing is forgotten."""
     app, calls, marks_left = marked
-    ends = Ends()
+    cleanup = Cleanup()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
-        ends.forget(app, calls[0])
+        cleanup.forget(app, calls[0])
     assert "can't start new thread" in caplog.text
-    ends.forget(app, calls[1])
+    cleanup.forget(app, calls[1])
     wait_until(lambda: marks_left() == MANY - 2, "both are freed")
 
 
 def test_call_that_never_waits_leaves_no_ticket(locks, marked):
     """A redelivered one that fails has no place to leave; one that may wait has."""
     app, calls, marks_left = marked
-    ends, first, second = Ends(), *(call._replace(again=True) for call in calls[:2])
-    ends.forget(app, first)
-    ends.forget(app, second, may_wait=True)
+    cleanup, first, second = Cleanup(), *(call._replace(again=True) for call in calls[:2])
+    cleanup.forget(app, first)
+    cleanup.forget(app, second, may_wait=True)
     wait_until(lambda: marks_left() == MANY - 2, "both are freed")
     assert len(list(locks.scan_iter("t:{t:*:ticket:*"))) == 1
 
@@ -137,10 +137,10 @@ def test_marks_of_many_ended_calls_are_freed_by_one_thread_many_at_a_time(monkey
             batches.append(len(marks))
         return free_all(client, marks)
 
-    monkeypatch.setattr(ends_module, "free_all", counted)
-    ends = Ends()
+    monkeypatch.setattr(cleanup_module, "free_all", counted)
+    cleanup = Cleanup()
     for call in calls:
-        ends.forget(app, call)
+        cleanup.forget(app, call)
     wait_until(lambda: not marks_left(), "all marks are freed")
     assert threads() == before + 1
     assert sum(batches) == MANY
@@ -151,10 +151,10 @@ def test_marks_wait_for_a_server_that_stands_still_and_that_is_said_once(proxy, 
     """They are freed when it goes on; meanwhile there is one thread, and one line in the log."""
     app, calls, marks_left = marked
     before = threads()
-    ends = Ends()
+    cleanup = Cleanup()
     with proxy.black_hole():
         for call in calls:
-            ends.forget(app, call)
+            cleanup.forget(app, call)
         wait_until(lambda: "their marks are not freed" in caplog.text, "the outage is logged")
         assert threads() == before + 1
     wait_until(lambda: not marks_left(), "all marks are freed")
@@ -163,14 +163,14 @@ def test_marks_wait_for_a_server_that_stands_still_and_that_is_said_once(proxy, 
 
 def test_no_more_than_so_many_ended_calls_are_kept(monkeypatch, proxy, marked, caplog):
     """The marks of more lapse by themselves, which is said of each."""
-    monkeypatch.setattr(ends_module, "AT_MOST", 10)
+    monkeypatch.setattr(cleanup_module, "AT_MOST", 10)
     app, calls, marks_left = marked
-    ends = Ends()
+    cleanup = Cleanup()
     with proxy.black_hole():
         for call in calls[:12]:
-            ends.forget(app, call)
+            cleanup.forget(app, call)
         wait_until(lambda: "10 calls have ended" in caplog.text, "they are not freed")
-        ends.forget(app, calls[12])
+        cleanup.forget(app, calls[12])
     refused = [f"t[{call.task_id}] has ended, and its mark" in caplog.text for call in calls[9:13]]
     assert refused == [False, True, True, True]
     wait_until(lambda: marks_left() == MANY - 10, "those that were kept are freed")
@@ -198,8 +198,8 @@ def killed(task: Any, call: Call) -> tuple[str, bool]:
     delivered.request.worker_pid = 1
     delivered.request.free_dead()
     delivered.request.on_failure(info_of(WorkerLostError("gone")))
-    ends = ends_of_process()
-    wait_until(lambda: not (ends._ended or ends._at_work), "what it leaves behind is freed")
+    cleanup = cleanup_of_process()
+    wait_until(lambda: not (cleanup._ended or cleanup._at_work), "what it leaves behind is freed")
     return task.AsyncResult(call.task_id).state, bool(client.exists(mark.name))
 
 
@@ -323,8 +323,8 @@ def test_success_of_a_dead_process_is_taken_back_unless_its_result_is_known(
     held.release(done_for=600)
     request.worker_pid = 1
     request.free_dead()
-    ends = ends_of_process()
-    wait_until(lambda: not (ends._ended or ends._at_work), "what it leaves behind is freed")
+    cleanup = cleanup_of_process()
+    wait_until(lambda: not (cleanup._ended or cleanup._at_work), "what it leaves behind is freed")
     assert done_by(locks, call.key) == (counts and call.task_id)
     client_for(app).close()
     app.close()
@@ -354,7 +354,7 @@ def test_success_is_taken_back_though_redis_was_away_for_longer_than_the_lease(l
     app.close()
 
 
-class Swept:
+class Looks:
     """A worker of the process that sweeps: what its looks would find, each time one is asked for."""
 
     def __init__(self, monkeypatch: Any, look: Any) -> None:
@@ -405,7 +405,7 @@ def is_noted(paced: Any, locks: Any) -> bool:
 @pytest.mark.parametrize(("started_s", "looks"), [(59, [(1, True)]), (30, [])], ids=["soon", "later"])
 def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch, started_s, looks):
     """Once the permit is freed and the line is noted as due: else that is found with the next sweep only."""
-    swept = Swept(monkeypatch, lambda: (len(paced.holders()), is_noted(paced, locks)))
+    swept = Looks(monkeypatch, lambda: (len(paced.holders()), is_noted(paced, locks)))
     request = Delivered(paced).request
     guard = paced._guard
     for token in (request._token, "another|0|0a"):
@@ -424,7 +424,7 @@ def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch, star
 
 def test_retry_that_will_not_come_asks_for_a_look(paced, locks, monkeypatch):
     """Its permit is free from now on."""
-    swept = Swept(monkeypatch, lambda: (len(paced.holders()), is_noted(paced, locks)))
+    swept = Looks(monkeypatch, lambda: (len(paced.holders()), is_noted(paced, locks)))
     request = Delivered(paced).request
     for token in (request._token, "another|0|0a"):
         held = paced._guard.lock(request.call, request._arguments).acquire(token=token).lock
@@ -437,14 +437,14 @@ def test_retry_that_will_not_come_asks_for_a_look(paced, locks, monkeypatch):
 
 def test_call_that_leaves_its_line_with_its_turn_asks_for_a_look(paced, locks, monkeypatch):
     """The permit that was kept for it may go to the next in a second, and not before."""
-    swept = Swept(monkeypatch, lambda: is_noted(paced, locks))
+    swept = Looks(monkeypatch, lambda: is_noted(paced, locks))
     lock = paced._guard.lock(Delivered(paced).request.call, Delivered(paced).request._arguments)
     first, _second = waits(paced, locks, "id-1"), waits(paced, locks, "id-2")
     assert serve(lock, knows_terms=True).heir.task_id == "id-1"
     ago = server_us(locks) - 59_000_000
     locks.zadd(starts_name(lock.name), {f"{ago + n}#{n}#1": ago + n for n in (1, 2)})
     locks.expire(starts_name(lock.name), 60)
-    ends = Ends()
-    ends.forget(paced.app, first, may_wait=True)
+    cleanup = Cleanup()
+    cleanup.forget(paced.app, first, may_wait=True)
     wait_until(lambda: swept.looks, "a look is asked for")
     assert swept.looks == [True]

@@ -11,7 +11,7 @@ import redis
 from celery_setnx.exceptions import LockForbidden, LockRefused
 from celery_setnx.keys import digest
 from celery_setnx.lock import verbs
-from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.line import LineEntry, park
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.look import Sighting, look
 from celery_setnx.lock.marks import Mark, mark_all
@@ -61,7 +61,7 @@ def queue(locks: redis.Redis, key: str = KEY, task_id: str = "t-2") -> Mark:
 
 def wait_in_line(locks: redis.Redis, task_id: str, since: float) -> None:
     """A task that waits for KEY."""
-    park(locks, Place(KEY, task_id, 0, remember=60), since=since, call="")
+    park(locks, LineEntry(KEY, task_id, 0, remember=60), since=since, call="")
 
 
 def fill(locks: redis.Redis, count: int) -> set[str]:
@@ -398,7 +398,7 @@ def test_lock_that_is_held_is_not_paced_though_its_pace_allows_no_start(locks):
 def test_call_to_which_a_permit_is_handed_counts_as_a_start(locks):
     """It is about to; if no start is left but that one, the next may be as soon as it has been."""
     start(locks, 1, limit=2)
-    park(locks, Place(KEY, "t-9", 0, remember=60, terms=Terms(2, 2, 60.0)), since=time.time(), call="")
+    park(locks, LineEntry(KEY, "t-9", 0, remember=60, terms=Terms(2, 2, 60.0)), since=time.time(), call="")
     assert serve(SetnxLock(locks, KEY, limit=2, line=True, rate=(2, 60)), knows_terms=True).heir is not None
     seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=2, rate=(2, 60)).acquire()
     assert [holder.state for holder in seen.holders] == ["handed"]
@@ -408,7 +408,7 @@ def test_call_to_which_a_permit_is_handed_counts_as_a_start(locks):
 
 def test_next_start_is_soon_where_no_start_is_left_but_that_of_who_is_woken(locks):
     """That one may not come: then somebody else may start."""
-    park(locks, Place(KEY, "t-9", 0, remember=60, terms=Terms(2, 1, 60.0)), since=time.time(), call="")
+    park(locks, LineEntry(KEY, "t-9", 0, remember=60, terms=Terms(2, 1, 60.0)), since=time.time(), call="")
     lock = SetnxLock(locks, KEY, limit=2, line=True, rate=(1, 60))
     assert serve(lock, knows_terms=True).heir is not None
     seen, told = look(locks, KEY), SetnxLock(locks, KEY, limit=2, rate=(1, 60)).acquire()

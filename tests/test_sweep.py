@@ -17,13 +17,13 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.wake import lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
-from celery_setnx.lock.line import Place, claim, note_due, park, who_waits
+from celery_setnx.lock.line import LineEntry, claim, note_due, park, who_waits
 from celery_setnx.lock.names import end_name, key_name, line_names
-from celery_setnx.lock.record import ORIGINAL, Served
+from celery_setnx.lock.record import ORIGINAL, ServeReply
 from celery_setnx.lock.scripts import replies_to
 from celery_setnx.run import courier, revoked, sweep
-from celery_setnx.run.courier import Order
-from celery_setnx.run.looks import Swept
+from celery_setnx.run.courier import ParkedCall
+from celery_setnx.run.looks import SweepReport
 from celery_setnx.run.revoked import RevokedLately
 from celery_setnx.run.sweep import Sweep
 from examples.embedded import EmbeddedServer
@@ -33,8 +33,8 @@ from tests.harness import due_set, server_us, wait_until
 class Courier:
     """A courier that a worker holds."""
 
-    def __init__(self, order: Order) -> None:
-        self.order = order
+    def __init__(self, order: ParkedCall) -> None:
+        self.parked = order
         self.may_be_woken = order.call.task != "gone"
         self.is_stamped = True
 
@@ -74,7 +74,7 @@ def swept(app, monkeypatch) -> Sweep:
 
 def wait(locks: Any, key: str, task_id: str = "id-1") -> None:
     """A call is in the line of a lock that nobody has."""
-    park(locks, Place(key, task_id, 0, 600), copy=ORIGINAL, since=10.0, call="c")
+    park(locks, LineEntry(key, task_id, 0, 600), copy=ORIGINAL, since=10.0, call="c")
 
 
 def packed(app: Celery, call: Call, args: Any = (), *, broker: str | None = None) -> str:
@@ -177,9 +177,9 @@ def test_line_is_due_when_the_first_of_two_says(app, locks, swept, monkeypatch, 
     """Its sweeper, or a call that has noted it meanwhile; the sweeper comes for it then, and not earlier."""
     key = key_name("t", "paced", "")
 
-    def served(*_args: Any, **_options: Any) -> Served:
+    def served(*_args: Any, **_options: Any) -> ServeReply:
         note_due(locks, lines_of(app), "paced", key, within=noted_s)
-        return Served(None, None, told_s)
+        return ServeReply(None, None, told_s)
 
     monkeypatch.setattr(sweep, "let_the_line_go_on", served)
     due(app, locks, key, "paced")
@@ -223,7 +223,9 @@ def test_lost_data_is_noticed_and_calls_of_couriers_here_are_put_back(app, locks
     monkeypatch.setattr(courier, "send_again", lambda app, order: sent.append(order.call.task_id))
     waiting: Any = [("id-1", "t", "?"), ("id-2", "gone", 10.0), ("id-3", "t", 10.0)]
     calls = [Call(task, task_id, key=key, since=since) for task_id, task, since in waiting]
-    requests = [Courier(Order(call, packed(app, call), None, 60.0, 60.0, 600.0, "before")) for call in calls]
+    requests = [
+        Courier(ParkedCall(call, packed(app, call), None, 60.0, 60.0, 600.0, "before")) for call in calls
+    ]
     monkeypatch.setattr(sweep, "_couriers_here", lambda _app: requests)
     swept.sweep(app)
     assert sent == ["id-2"]  # of a task that is not known here: to be thrown away
@@ -290,9 +292,9 @@ def test_couriers_are_looked_after_though_lines_are_always_due(app, swept, monke
         if now[0] > 20:
             swept._stopped.set()
 
-    def one_line(_app: Celery, *, is_early: bool = False, **_more: Any) -> Swept:
+    def one_line(_app: Celery, *, is_early: bool = False, **_more: Any) -> SweepReport:
         usual_at.extend([] if is_early else [now[0]])
-        return Swept(lines=1, next_s=0.05)
+        return SweepReport(lines=1, next_s=0.05)
 
     monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(swept._roused, "wait", wait)

@@ -29,7 +29,7 @@ from celery_setnx import (
     is_skipped,
     singleton,
 )
-from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.line import LineEntry, park
 from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.names import done_name, permit_names, permits_name, starts_name
 from celery_setnx.signals import lock_acquired, lock_conflict, lock_taken_over
@@ -620,7 +620,7 @@ def test_waiters_grow_older(app, work, locks):
     with hold(work, "a") as held:
         now = work.locked("a").since
         for place, name in enumerate("xyz"):
-            park(locks, Place(key, name, 0, remember=500.0), since=now + place, call="c")
+            park(locks, LineEntry(key, name, 0, remember=500.0), since=now + place, call="c")
         pass_time(100, held)
         waiters = work.locked("a").waiters
         assert [waiter.task_id for waiter in waiters] == ["x", "y", "z"]
@@ -720,7 +720,7 @@ def test_what_is_left_is_told(app, work, whole, locks):
     """The message names every lock with its holder, every mark, every waiter, and what to do."""
     mark_all(locks, [Mark(work.lock_key("m"), "marked-task")], dedupe="until_started", lease=60)
     with hold(work, "a") as held, hold(whole) as dead:
-        park(locks, Place(held.key, "waiting-task", 0, remember=5.0), since=0.0, call="")
+        park(locks, LineEntry(held.key, "waiting-task", 0, remember=5.0), since=0.0, call="")
         crash(dead)
         pass_time(8, dead)
         with pytest.raises(AssertionError) as failure:

@@ -149,8 +149,8 @@ def test_time_limit_is_passed_on_wherever_it_strikes(task, monkeypatch, strikes)
 
 FAILURES = {
     "in_line": ("celery_setnx.lock.line.park", SoftTimeLimitExceeded()),
-    "with_courier": ("celery_setnx.run.courier.Order.send", SoftTimeLimitExceeded()),
-    "reply_of_broker_lost": ("celery_setnx.run.courier.Order.send", OSError("no reply")),
+    "with_courier": ("celery_setnx.run.courier.ParkedCall.send", SoftTimeLimitExceeded()),
+    "reply_of_broker_lost": ("celery_setnx.run.courier.ParkedCall.send", OSError("no reply")),
 }
 
 

@@ -24,7 +24,7 @@ from celery_setnx.options import Options
 from celery_setnx.run import courier
 from celery_setnx.run import park as parking
 from celery_setnx.run.conflict import Conflict
-from celery_setnx.run.courier import Order
+from celery_setnx.run.courier import ParkedCall
 from celery_setnx.run.join import holders_end
 from celery_setnx.run.park import Parked
 from tests.harness import age, due_set, raising
@@ -91,7 +91,7 @@ def test_call_whose_line_cannot_be_reached_waits_with_its_courier(task, caplog):
     with pytest.raises(Parked) as caught:
         wait(task)
     (told,) = couriers(task.app, "far")
-    call = Order.of(told["order"]).call
+    call = ParkedCall.of(told["parked"]).call
     assert (told["key"], call.key, call.task_id, call.since) == (KEY, KEY, "id-1", 10.0)
     assert "t[id-1] waits, and only its courier knows" in caplog.text
     assert 480 <= caught.value.when <= 600
@@ -107,7 +107,7 @@ def test_call_that_could_not_be_parked_has_a_courier_that_a_worker_heeds(server,
     with running(server.url(1), call_id="c") as task:
         with pytest.raises(Parked):
             wait(task)
-        epochs = [told["order"]["epoch"] for told in couriers(task.app, "far")]
+        epochs = [told["parked"]["epoch"] for told in couriers(task.app, "far")]
     assert [bool(epoch) for epoch in epochs] == [True, False]
 
 
@@ -174,7 +174,7 @@ def test_woken_call_that_cannot_be_parked_has_a_courier_that_a_worker_heeds(task
     with pytest.raises(Parked):
         stand_in_line(task, call, Options(on_conflict="join"), outcome)
     (told,) = couriers(task.app, "far")
-    assert (Order.of(told["order"]).call.task_id, told["order"]["epoch"]) == ("id-1", "")
+    assert (ParkedCall.of(told["parked"]).call.task_id, told["parked"]["epoch"]) == ("id-1", "")
 
 
 @pytest.mark.parametrize("expires", ["9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00", 1e300])
@@ -184,7 +184,7 @@ def test_courier_understands_its_order_whenever_its_call_expires(task, expires):
     with pytest.raises(Parked):
         wait(task)
     (told,) = couriers(task.app, "far")
-    until = Order.of(told["order"]).until
+    until = ParkedCall.of(told["parked"]).until
     assert until == (0.0 if str(expires).startswith("0001") else None)
 
 
@@ -275,13 +275,13 @@ def test_courier_that_is_forbidden_to_look_comes_later(task, monkeypatch, caplog
     """Its call is not sent to fail: it waits until somebody mends that."""
     call = Call("t", "id-1", key=KEY)
     message = Message({"task": "t", "id": "id-1"}, {}, "far", ((), {}, {}), JSON, broker=broker_of(task.app))
-    order = Order(call, message.packed(task.app, call), None, 30.0, 3600.0, 7200.0, "")
+    order = ParkedCall(call, message.packed(task.app, call), None, 30.0, 3600.0, 7200.0, "")
     monkeypatch.setattr(courier, "park", raising(LockForbidden(KEY, "NOPERM no 'evalsha'")))
     monkeypatch.setattr(courier, "send_again", raising(AssertionError("it was sent")))
-    courier._visit(task, KEY, order.as_kwargs()["order"])
+    courier._visit(task, KEY, order.as_kwargs()["parked"])
     assert "The courier of t[id-1] comes back later" in caplog.text
     (told,) = couriers(task.app, "far")
-    assert Order.of(told["order"]) == replace(order, call=order.call._replace(bare=False))
+    assert ParkedCall.of(told["parked"]) == replace(order, call=order.call._replace(bare=False))
 
 
 def test_courier_of_a_call_that_cannot_be_sent_comes_later(server, locks, caplog):
@@ -291,11 +291,11 @@ def test_courier_of_a_call_that_cannot_be_sent_comes_later(server, locks, caplog
     with running(server.url(1)) as task:
         broker = broker_of(task.app)
         message = Message({"task": "t", "id": "id-1"}, properties, "far", ((), {}, {}), JSON, broker=broker)
-        order = Order(call, message.packed(task.app, call), 2.0, 30.0, 3600.0, 7200.0, "")  # 2.0 is over
-        courier._visit(task, KEY, {**order.as_kwargs()["order"], "colour": "blue"})
+        order = ParkedCall(call, message.packed(task.app, call), 2.0, 30.0, 3600.0, 7200.0, "")  # 2.0 is over
+        courier._visit(task, KEY, {**order.as_kwargs()["parked"], "colour": "blue"})
         (told,) = couriers(task.app, "far")
     assert f"The courier of {order} comes back later" in caplog.text
-    assert Order.of(told["order"]).call.task_id == "id-1"
+    assert ParkedCall.of(told["parked"]).call.task_id == "id-1"
 
 
 @pytest.mark.parametrize("info", [{"task": COURIER}, {"task": "a", "task_id": "b"}, {}])

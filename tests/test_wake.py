@@ -24,7 +24,7 @@ from celery_setnx.lock.line import PASSED_OVER, note_due, park
 from celery_setnx.lock.names import line_names
 from celery_setnx.lock.record import task_token
 from celery_setnx.run import unswept as unswept_module
-from celery_setnx.run.courier import Order, put_back
+from celery_setnx.run.courier import ParkedCall, put_back
 from celery_setnx.run.sweep import CourierRequest, Sweep, _couriers_here
 from celery_setnx.run.unswept import Unswept
 from tests.harness import due_set, raising
@@ -79,9 +79,9 @@ class Shop:
         park(client_for(self.app), call.place(600), copy=call.copy, since=since, call=packed)
         return call
 
-    def order(self, call: Call, text: str = "") -> Order:
+    def order(self, call: Call, text: str = "") -> ParkedCall:
         """What the courier of a call is told."""
-        return Order(call, text or self.packed(call), None, 60.0, 60.0, 600.0, "1")
+        return ParkedCall(call, text or self.packed(call), None, 60.0, 60.0, 600.0, "1")
 
     def is_asked(self, locks: Any, task_id: str = "b1", task: str = "bill") -> bool:
         """Whether the app's workers are to send a call that another could not send."""
@@ -92,7 +92,7 @@ class Shop:
         courier = self.app.tasks[COURIER]
         courier.push_request(id="c", args=[], kwargs={}, delivery_info=info, called_directly=False)
         try:
-            courier.run(key=self.key(), order=order)
+            courier.run(key=self.key(), parked=order)
         finally:
             courier.pop_request()
 
@@ -385,7 +385,7 @@ def test_call_that_was_passed_over_has_its_place_again_when_its_courier_comes(lo
     assert locks.zscore(line_names(after.key())[0], "b1") == 10e6
 
 
-def held_courier(at: Shop, order: Order) -> CourierRequest:
+def held_courier(at: Shop, order: ParkedCall) -> CourierRequest:
     """A courier that a worker of the app holds."""
     headers, body = {"task": COURIER, "id": "c", "lang": "py"}, ((), order.as_kwargs(), {})
     message = SimpleNamespace(
@@ -418,7 +418,7 @@ def changed_order(at: Shop, changed: Any = (), queue: str = "") -> dict[str, Any
     """What a courier is told of the call b1, in plain values."""
     call = Call("bill", "b1", key=at.key(), since=10.0)
     text = at.packed(call, queue=queue) if queue else ""
-    return {**at.order(call, text).as_kwargs()["order"], **dict(changed)}
+    return {**at.order(call, text).as_kwargs()["parked"], **dict(changed)}
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_courier_comes_later_if_the_routes_of_its_app_fail(a, monkeypatch, caplo
     if not wrong:
         assert "The courier of bill[b1] comes back later: the app's routes do not say" in caplog.text
         with a.app.connection_for_read() as connection, connection.SimpleQueue("far") as messages:
-            assert messages.get_nowait().payload[1]["order"]["message"] == order["message"]
+            assert messages.get_nowait().payload[1]["parked"]["message"] == order["message"]
 
 
 def test_courier_that_meets_a_time_limit_is_delivered_again(a, monkeypatch):

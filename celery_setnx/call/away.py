@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.lock.marks import Mark, Marked, extend_all, free_all, mark_all
+from celery_setnx.lock.marks import Mark, MarkReply, extend_all, free_all, mark_all
 from celery_setnx.lock.scripts import node_of
 from celery_setnx.wording import unstopped
 
@@ -32,7 +32,7 @@ class _Outage(NamedTuple):
     asked_again_at: float
 
 
-def mark_unless_away(client: Any, marks: Sequence[Mark], **terms: Any) -> list[Marked | Error]:
+def mark_unless_away(client: Any, marks: Sequence[Mark], **terms: Any) -> list[MarkReply | Error]:
     """As `mark_all`; where the server has just not answered, an error at once."""
     return _unless_away(client, marks, lambda asked: mark_all(client, asked, **terms))
 

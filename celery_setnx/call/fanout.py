@@ -25,7 +25,7 @@ from celery_setnx.call.marking import Marking, mark_lease_s
 from celery_setnx.call.message import Call
 from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, may_be_duplicate
 from celery_setnx.exceptions import FanOutFailed, OptionError
-from celery_setnx.lock.marks import GRACE_S, Marked
+from celery_setnx.lock.marks import GRACE_S, MarkReply
 from celery_setnx.log import Log, fields
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
@@ -338,7 +338,7 @@ class FanningOut:
             for index, _, _ in call.equals:
                 self._tell_duplicate(index, call.told, call.task_id, "queued")
 
-    def _duplicate(self, call: _Distinct, marked: Marked) -> None:
+    def _duplicate(self, call: _Distinct, marked: MarkReply) -> None:
         self.counts.duplicates += call.size
         for index in (call.index, *(index for index, _, _ in call.equals)):
             self._tell_duplicate(index, call.told, marked.task_id, marked.state)

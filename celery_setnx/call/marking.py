@@ -15,7 +15,7 @@ from celery_setnx.call.later import when_sent, will_not_be_sent
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.lock.marks import Mark, Marked, extend, grace_s
+from celery_setnx.lock.marks import Mark, MarkReply, extend, grace_s
 from celery_setnx.log import say_loudly
 from celery_setnx.options import Options
 
@@ -41,7 +41,7 @@ class Marking:
         self._at_once, self._complain = at_once, complain
         self._taken: list[Mark] = []
 
-    def take(self, calls: Sequence[Call]) -> list[tuple[Call, Marked | None]]:
+    def take(self, calls: Sequence[Call]) -> list[tuple[Call, MarkReply | None]]:
         """Mark the keys of calls: for each what its header says from now on, and what became of its mark.
 
         None if Redis cannot be asked: it is sent so. A refusal is raised.
@@ -51,13 +51,13 @@ class Marking:
         marks = [Mark(call.key, call.task_id) for call in calls]
         found = mark_unless_away(client_for(self._guard.app), marks, **terms)
         for mark, each in zip(marks, found):
-            if isinstance(each, Marked) and not each.is_duplicate:
+            if isinstance(each, MarkReply) and not each.is_duplicate:
                 self._taken.append(mark)
                 if not self._at_once:
                     when_sent(mark.task_id, partial(self._extend, [mark]))
         return [self._told(call, each) for call, each in zip(calls, found)]
 
-    def _told(self, call: Call, found: Marked | Error) -> tuple[Call, Marked | None]:
+    def _told(self, call: Call, found: MarkReply | Error) -> tuple[Call, MarkReply | None]:
         if isinstance(found, LockUnavailable):  # also if it is refused until somebody mends that
             self._say(found, "")
             return call._replace(unasked=bool(self._options.dedupe_for)), None

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from billiard.exceptions import SoftTimeLimitExceeded
 
-from celery_setnx.lock.line import Place
+from celery_setnx.lock.line import LineEntry
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.log import Log, fields
@@ -119,9 +119,9 @@ class Call(NamedTuple):
         """Seconds since its first conflict; 0 if it has met none, or no server has told when."""
         return max(0.0, server_time - self.since) if self.since else 0.0
 
-    def place(self, remember: float) -> Place:
+    def place(self, remember: float) -> LineEntry:
         """Its place in the line, which is remembered for so many seconds."""
-        return Place(self.key, self.task_id, self.attempt, remember, self.call_id, self.is_one_of_several)
+        return LineEntry(self.key, self.task_id, self.attempt, remember, self.call_id, self.is_one_of_several)
 
     @property
     def is_woken(self) -> bool:

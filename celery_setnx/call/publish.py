@@ -31,7 +31,7 @@ from celery_setnx.exceptions import (
     OptionError,
     UnkeyableCall,
 )
-from celery_setnx.lock.marks import Marked
+from celery_setnx.lock.marks import MarkReply
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields
@@ -132,7 +132,7 @@ def publish(
     return _noted(result, deduplicated=False)
 
 
-def _is_of_ended(guard: Guard, key: str, marked: Marked) -> bool:
+def _is_of_ended(guard: Guard, key: str, marked: MarkReply) -> bool:
     """Whether what makes it a duplicate is a call that has ended: then that is older data, and is freed."""
     state = marked.holder.state if marked.holder is not None else marked.state
     return free_ended(guard.app, guard.task, key, marked.task_id, state)
@@ -270,7 +270,7 @@ def _deduplicated(
     guard: Guard,
     settled: Options,
     told: Call,
-    marked: Marked,
+    marked: MarkReply,
     arguments: tuple[Any, Any],
     ignored: bool | None,
 ) -> Any:
@@ -295,7 +295,7 @@ def _deduplicated(
     return duplicate.fail() if settled.on_duplicate == "raise" else duplicate.result
 
 
-def _tell_duplicate(sender: Any, told: Call, marked: Marked) -> None:
+def _tell_duplicate(sender: Any, told: Call, marked: MarkReply) -> None:
     logger.info(
         "A call of %s is not published: the same call %s already, as task %s (key %s%s).",
         told.title,

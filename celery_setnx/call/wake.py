@@ -28,9 +28,9 @@ from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.line import (
     BEGUN_S,
     PASSED_OVER,
-    Found,
-    Noted,
-    Place,
+    DueReply,
+    LineEntry,
+    ParkReply,
     ask_others,
     call_in_line,
     leave,
@@ -40,7 +40,7 @@ from celery_setnx.lock.line import (
 from celery_setnx.lock.lock import MOST_PERMITS, SetnxLock
 from celery_setnx.lock.names import end_name, line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
-from celery_setnx.lock.record import Heir, Holder, Served, Turn
+from celery_setnx.lock.record import Heir, Holder, ServeReply, Turn
 from celery_setnx.lock.scripts import reply_to
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.lock.verbs import HAND_OVER_S, serve
@@ -186,7 +186,7 @@ def leave_line(
 
 def let_the_line_go_on(
     app: Celery, task: str, key: str, client: redis.Redis, later: Later | None = None
-) -> Served:
+) -> ServeReply:
     """Hand a lock that nobody living has to the first in line, and wake that one: a sweep does, and a look.
 
     `task` is the name of one whose calls wait for it. With `later`, what may be slow is left there: to ask a
@@ -214,7 +214,7 @@ def let_the_line_go_on(
     return served
 
 
-def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., Served]:
+def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., ServeReply]:
     """What serves the line of a lock, on the terms of its task if that is known here."""
     if guard is None:
         return partial(serve, SetnxLock(client, key, lease=HAND_OVER_S, line=True))
@@ -223,7 +223,7 @@ def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[
     return partial(serve, lock, knows_terms=True)
 
 
-def place_of(app: Celery, call: Call, remember: float) -> Place:
+def place_of(app: Celery, call: Call, remember: float) -> LineEntry:
     """A call's place in the line; if its task is known here, with its terms and lease."""
     guard = known_guard(app, call.task)
     place = call.place(remember)
@@ -235,7 +235,7 @@ def lines_of(app: Celery) -> str:
     return lines_name(settings_of(app).prefix, broker_of(app))
 
 
-def look_within(app: Celery, task: str, key: str, within: float) -> Noted:
+def look_within(app: Celery, task: str, key: str, within: float) -> DueReply:
     """Have a worker look at a line within so many seconds.
 
     Nothing is raised: a call waits all the same, and its courier says it again. Then the epoch is empty.
@@ -246,7 +246,7 @@ def look_within(app: Celery, task: str, key: str, within: float) -> Noted:
         logger.info(
             "No worker was told to look at the line of %s: %s", key, error, extra=fields(task=task, key=key)
         )
-        return Noted("")
+        return DueReply("")
 
 
 def end_within(app: Celery, call: Call, within: float) -> None:
@@ -284,7 +284,7 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
     return None
 
 
-def next_look(served: Served) -> float | None:
+def next_look(served: ServeReply) -> float | None:
     """Seconds until somebody is to look at a line again; None if nobody waits there."""
     if not served.waits:
         return None
@@ -351,7 +351,7 @@ def look_in(remaining_s: float | None, lease: float) -> float:
     return min(_LOOK_S, lease if remaining_s is None else max(remaining_s, 0.0))
 
 
-def remaining_s(found: Found) -> float | None:
+def remaining_s(found: ParkReply) -> float | None:
     """Seconds until the holder's deadline, None if there is none; 0 if nobody has the lock."""
     holder = found.holder
     if holder is None:

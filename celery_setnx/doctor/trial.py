@@ -16,7 +16,7 @@ from celery_setnx.doctor.app import findings_at_start
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import (
-    Place,
+    LineEntry,
     claim,
     leave,
     note_due,
@@ -129,7 +129,7 @@ def _try_verbs(client: redis.Redis, name: str) -> None:
 
 def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
     """Hand a lock over; acquire and release do without what only the line needs."""
-    first = Place(held.key, "check", 0, remember=5.0)
+    first = LineEntry(held.key, "check", 0, remember=5.0)
     park(client, first, copy=ORIGINAL, since=0.0, call="")
     park(client, first, since=0.0, call="")  # as its courier does
     reply_to(client, "ZRANGE", line_names(held.key)[0], "0", "0")  # as a sweep does
@@ -162,7 +162,7 @@ def _try_sweep(client: redis.Redis, lines: str, key: str) -> None:
     note_due(client, lines, "check", key, within=0.0)
     claimed = claim(client, lines, ["check"])
     settle(client, lines, "check", key, claimed, within=None)
-    runs_instead(client, Place(key, "check", 0, remember=5.0), of="check")
+    runs_instead(client, LineEntry(key, "check", 0, remember=5.0), of="check")
 
 
 def _try_marks(client: redis.Redis, key: str) -> None:

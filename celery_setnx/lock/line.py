@@ -68,7 +68,7 @@ BEGUN_S = 7 * DAY_S
 
 
 @dataclass(frozen=True)
-class Place:
+class LineEntry:
     """A place in the line of one lock, of one attempt of a task.
 
     Attributes:
@@ -93,7 +93,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Found:
+class ParkReply:
     """What a task that asks for its place finds.
 
     Attributes:
@@ -111,7 +111,7 @@ class Found:
     server_time: float
 
 
-def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, call: str) -> Found:
+def park(client: redis.Redis, place: LineEntry, *, copy: str = "", since: float, call: str) -> ParkReply:
     """Let a task wait in line, or see that it still does.
 
     `copy` is the message that met the held lock; without one its courier asks. `since` (Unix seconds, the
@@ -122,10 +122,10 @@ def park(client: redis.Redis, place: Place, *, copy: str = "", since: float, cal
     limit = (place.terms or PLAIN).limit
     word, now_us, value, record, rank = PARK.of(client, place.key, _keys(place), limit, *argv)
     now, holder = int(now_us) / 1e6, holder_of(value, record)
-    return Found(word, int(rank), None if holder and holder.has_ended(now) else holder, now)
+    return ParkReply(word, int(rank), None if holder and holder.has_ended(now) else holder, now)
 
 
-class Left(NamedTuple):
+class LeaveReply(NamedTuple):
     """What came of leaving the line.
 
     Attributes:
@@ -137,7 +137,7 @@ class Left(NamedTuple):
     turn: Turn | None
 
 
-def leave(client: redis.Redis, place: Place, *, copy: str, stays: bool = False) -> Left:
+def leave(client: redis.Redis, place: LineEntry, *, copy: str, stays: bool = False) -> LeaveReply:
     """Leave the line, so that no message of this attempt starts it. Whoever is next has its turn.
 
     One that `stays` only gives back what was handed to it, and is passed over for a while.
@@ -149,12 +149,12 @@ def leave(client: redis.Redis, place: Place, *, copy: str, stays: bool = False) 
     keys = (*_keys(place), starts_name(place.key))
     word, *rest = LEAVE.of(client, place.key, keys, (place.terms or PLAIN).limit, *argv)
     if word == "stale":
-        return Left(word, None)
+        return LeaveReply(word, None)
     now, heir, call, look_us = rest
-    return Left(word, turn_of(heir, call, look_us, int(now)))
+    return LeaveReply(word, turn_of(heir, call, look_us, int(now)))
 
 
-def goes_on(client: redis.Redis, place: Place, *, copy: str) -> bool:
+def goes_on(client: redis.Redis, place: LineEntry, *, copy: str) -> bool:
     """Whether an attempt of which a message has died waits on, or was started by another message."""
     ticket = value_of(client, ticket_name(place.key, place.task_id, place.call_id))
     attempt, _, rest = (ticket or "").partition("|")
@@ -168,7 +168,7 @@ def goes_on(client: redis.Redis, place: Place, *, copy: str) -> bool:
     return int(attempt) > place.attempt or begun_by != copy
 
 
-def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:
+def runs_instead(client: redis.Redis, place: LineEntry, *, of: str) -> str:
     """Which task runs in the stead of one that has died, for all who wait for it: the first who asks."""
     name = instead_name(place.key, of)
     note = ("SET", name, place.task_id, "NX", "PX", str(_remember_ms(place)))
@@ -179,37 +179,37 @@ def runs_instead(client: redis.Redis, place: Place, *, of: str) -> str:
     return place.task_id if replies[1] is None else _text(replies[1])  # it is forgotten by now
 
 
-def has_begun_s(client: redis.Redis, place: Place) -> float:
+def has_begun_s(client: redis.Redis, place: LineEntry) -> float:
     """Seconds since a call that has waited has begun, or was taken out of its line, by its ticket."""
     left_ms = reply_to(client, "PTTL", ticket_name(place.key, place.task_id, place.call_id))
     return BEGUN_S - max(0, int(left_ms)) / 1000
 
 
-class Begun(Enum):
+class TicketStart(Enum):
     """That a call which has waited has begun."""
 
     ONCE = "once"  # of the messages that it was woken with there is no other
     ANY = "any"
 
 
-def have_begun(client: redis.Redis, places: Sequence[Place]) -> list[Begun | None]:
+def have_begun(client: redis.Redis, places: Sequence[LineEntry]) -> list[TicketStart | None]:
     """For each whether its attempt, or a later one, has begun; None if not, or if that is not known."""
     names = [ticket_name(place.key, place.task_id, place.call_id) for place in places]
     tickets = replies_to(client, [("GET", name) for name in names])
     return [_begun(place, ticket) for place, ticket in zip(places, tickets)]
 
 
-def _begun(place: Place, ticket: Any) -> Begun | None:
+def _begun(place: LineEntry, ticket: Any) -> TicketStart | None:
     found = ticket if not isinstance(ticket, bytes) else ticket.decode("utf-8", "replace")
     told = _TICKET.fullmatch(found) if isinstance(found, str) else None
     if told is None or int(told[1]) < place.attempt:
         return None
     if int(told[1]) > place.attempt:
-        return Begun.ANY
-    return (Begun.ONCE if told[3] == "0" else Begun.ANY) if told[2] else None
+        return TicketStart.ANY
+    return (TicketStart.ONCE if told[3] == "0" else TicketStart.ANY) if told[2] else None
 
 
-def shorten_tickets(client: redis.Redis, places: Sequence[Place]) -> None:
+def shorten_tickets(client: redis.Redis, places: Sequence[LineEntry]) -> None:
     """Have it be remembered that calls have begun for no longer than that they wait."""
     names = [ticket_name(place.key, place.task_id, place.call_id) for place in places]
     times = [str(_remember_ms(place)) for place in places]
@@ -255,7 +255,7 @@ class Slot(NamedTuple):
     until_us: str
 
 
-class Claimed(NamedTuple):
+class DueLines(NamedTuple):
     """The lines that a worker is to look at.
 
     Attributes:
@@ -273,7 +273,7 @@ class Claimed(NamedTuple):
     error: LockUnavailable | LockRefused | None
 
 
-class Noted(NamedTuple):
+class DueReply(NamedTuple):
     """That somebody is to look at a line.
 
     Attributes:
@@ -285,17 +285,17 @@ class Noted(NamedTuple):
     look_in: float | None = None
 
 
-def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> Noted:
+def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> DueReply:
     """Have a worker that has the task look at a line within so many seconds.
 
     Only who brings the time forward has to see to it that somebody comes: a sweep may come too late.
     """
     names = due_names(lines, task, in_cluster=is_cluster(client))
     epoch, look_us = DUE(client, names, key, round(within * 1e6), _LINES_MS, _new_epoch())
-    return Noted(epoch, int(look_us) / 1e6 if look_us else None)
+    return DueReply(epoch, int(look_us) / 1e6 if look_us else None)
 
 
-def claim(client: redis.Redis, lines: str, tasks: Iterable[str], timed: Collection[str] = ()) -> Claimed:
+def claim(client: redis.Redis, lines: str, tasks: Iterable[str], timed: Collection[str] = ()) -> DueLines:
     """Claim the lines of some tasks that it is time to look at: nobody else does for a moment.
 
     Of the tasks that are `timed` it is also told when the next line is due.
@@ -323,11 +323,11 @@ def claim(client: redis.Redis, lines: str, tasks: Iterable[str], timed: Collecti
         are_more |= len(entries) >= 2 * CLAIMED_AT_MOST
     if error is not None and not slots:
         raise error
-    return Claimed(slots, min(due_s, default=None), found, are_more, error)
+    return DueLines(slots, min(due_s, default=None), found, are_more, error)
 
 
 def settle(
-    client: redis.Redis, lines: str, task: str, key: str, claimed: Claimed, *, within: float | None
+    client: redis.Redis, lines: str, task: str, key: str, claimed: DueLines, *, within: float | None
 ) -> float | None:
     """Say in how many seconds somebody is to look at a line again; None if nobody waits there.
 
@@ -368,7 +368,7 @@ def known_lines(client: redis.Redis) -> list[tuple[str, str]]:
     return [(prefix, broker) for prefix, _, broker in entries]
 
 
-def unswept(client: redis.Redis, lines: str, claimed: Claimed) -> list[str]:
+def unswept(client: redis.Redis, lines: str, claimed: DueLines) -> list[str]:
     """Locks that calls of these tasks wait for, in lines that nobody has looked at when they were due."""
     keys: set[str] = set()
     for named, of in _in_slots(client, lines, claimed.slots).values():
@@ -405,16 +405,16 @@ def _new_epoch() -> int:
     return random.randrange(1, 2**48)
 
 
-def _keys(place: Place) -> tuple[str, ...]:
+def _keys(place: LineEntry) -> tuple[str, ...]:
     """The keys that a verb of the line is about, but for those of other permits."""
     ticket = ticket_name(place.key, place.task_id, place.call_id)
     return (place.key, record_name(place.key), *line_names(place.key), ticket, permits_name(place.key))
 
 
-def _said(place: Place) -> tuple[int, ...]:
+def _said(place: LineEntry) -> tuple[int, ...]:
     """What a verb is told, besides, of a call whose task id others may have."""
     return (1,) if place.shared else ()
 
 
-def _remember_ms(place: Place) -> int:
+def _remember_ms(place: LineEntry) -> int:
     return max(1, int(place.remember * 1000))

@@ -33,7 +33,7 @@ def grace_s(lease: float) -> float:
 
 
 @dataclass(frozen=True)
-class Marked:
+class MarkReply:
     """What became of an attempt to mark a key.
 
     Attributes:
@@ -68,7 +68,7 @@ class Mark:
 
 def mark_all(
     client: redis.Redis, marks: Sequence[Mark], *, dedupe: str, lease: float
-) -> list[Marked | LockUnavailable | LockRefused]:
+) -> list[MarkReply | LockUnavailable | LockRefused]:
     """Mark many keys for `lease` seconds, in one round trip; of two equal keys the second is a duplicate.
 
     For each what became of it, or why Redis did not say. With `until_done` a task that runs, or whose lock is
@@ -135,9 +135,9 @@ def free_if_marked(client: redis.Redis, mark: Mark) -> bool:
     return if_this_is_same(client, IfSame((mark.name,), (mark.task_id,)))
 
 
-def _marked(reply: list[Any]) -> Marked:
+def _marked(reply: list[Any]) -> MarkReply:
     word, task_id, _, value, record = reply
-    return Marked(task_id, word, holder_of(value, record))
+    return MarkReply(task_id, word, holder_of(value, record))
 
 
 def _first_error(replies: Sequence[Any]) -> LockUnavailable | LockRefused | None:

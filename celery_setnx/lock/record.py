@@ -103,7 +103,7 @@ class Turn(NamedTuple):
     look_in: float | None
 
 
-class Served(NamedTuple):
+class ServeReply(NamedTuple):
     """What became of the service of a line.
 
     Attributes:

@@ -31,7 +31,7 @@ from celery_setnx.lock.record import (
     US,
     Heir,
     Holder,
-    Served,
+    ServeReply,
     Terms,
     Turn,
     holder_of,
@@ -253,7 +253,7 @@ def free(lock: NamedLock, *, task_id: str) -> str:
 
 def serve(
     lock: NamedLock, *, dead: str = "", away: str = "", unsent: str = "", knows_terms: bool = False
-) -> Served:
+) -> ServeReply:
     """lua/serve.lua: hand the lock to the first in line, if nobody living has it.
 
     `dead` as in `acquire`. `away` is a task for which the lock is kept, and which cannot come: it is passed
@@ -271,10 +271,10 @@ def serve(
     found = holder_of(value, record)
     look_in = max(0.0, (int(next_us) - now_us) / US) if next_us != "0" else None
     if not heir:
-        return Served(None, found if word == "held" else None, look_in)
+        return ServeReply(None, found if word == "held" else None, look_in)
     died = found if word == "taken_over" else None
     heir = Heir(heir, call, taken_over_from=died, server_time=now_us / US if died else 0.0)
-    return Served(heir, None, look_in)
+    return ServeReply(heir, None, look_in)
 
 
 class IfSame(NamedTuple):

@@ -30,7 +30,7 @@ from celery_setnx.exceptions import LockTimeout, LockUnavailable, SetnxError
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
 from celery_setnx.lock.line import BEGUN_S, leave
-from celery_setnx.lock.marks import Mark, Marked, done_by, free_all, mark_all
+from celery_setnx.lock.marks import Mark, MarkReply, done_by, free_all, mark_all
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.receipt import has_receipt
@@ -284,11 +284,11 @@ class Attempt:
         found: Any = None
         while True:
             (found,) = mark_all(self.lock.client, [mark], dedupe="until_started", lease=options.queue_lease)
-            if not (isinstance(found, Marked) and self._frees(found.state, found.task_id)):
+            if not (isinstance(found, MarkReply) and self._frees(found.state, found.task_id)):
                 break
-        is_queued = isinstance(found, Marked) and found.is_duplicate
+        is_queued = isinstance(found, MarkReply) and found.is_duplicate
         self._queued_as = found.task_id if is_queued else None
-        if isinstance(found, Marked) and not is_queued:  # without an answer it waits all the same
+        if isinstance(found, MarkReply) and not is_queued:  # without an answer it waits all the same
             self.call = self.call._replace(marked=True)
         self.facts.is_queued = is_queued
 

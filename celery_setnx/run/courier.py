@@ -40,7 +40,7 @@ from celery_setnx.call.wake import (
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.line import BEGUN_S, Found, Place, has_begun_s, leave, park
+from celery_setnx.lock.line import BEGUN_S, LineEntry, ParkReply, has_begun_s, leave, park
 from celery_setnx.lock.marks import Mark, extend_all
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import LONGEST_S
@@ -58,7 +58,7 @@ _STAMPS = "stamps"  # a copy that none of a call's messages is
 
 
 @dataclass(frozen=True)
-class Order:
+class ParkedCall:
     """What a courier knows of the call that it looks after."""
 
     call: Call
@@ -70,13 +70,13 @@ class Order:
     epoch: str  # of Redis' data, when the call was parked; empty if that is not known
     resent: bool = False  # whether a courier has sent the call
 
-    def place(self, app: Celery) -> Place:
+    def place(self, app: Celery) -> LineEntry:
         """The call's place in the line."""
         return place_of(app, self.call, BEGUN_S if self.resent else self.remember)
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Order:
-        """The order that a courier is told; a newer worker may have told more. ValueError if it is none.
+    def of(cls, told: Mapping[str, Any]) -> ParkedCall:
+        """The call that a courier is told of; a newer worker may have told more. ValueError if it is none.
 
         It came in a message: whatever it is, nothing else is raised.
         """
@@ -89,16 +89,16 @@ class Order:
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - no list of what such a thing may raise is complete
-            raise ValueError(f"this is no order for a courier ({error!r})") from None
+            raise ValueError(f"this is no parked call ({error!r})") from None
 
-    def stamped(self, app: Celery) -> Order:
+    def stamped(self, app: Celery) -> ParkedCall:
         """The same for a call that is to go back to the app's broker, which has delivered its courier."""
         message = stamped(self.message, broker_of(app))
         return self if message is self.message else replace(self, message=message)
 
     def as_kwargs(self) -> dict[str, Any]:
         """What its courier is told, in plain values."""
-        return {"key": self.call.key, "order": {**vars(self), "call": self.call.as_headers()}}
+        return {"key": self.call.key, "parked": {**vars(self), "call": self.call.as_headers()}}
 
     def send(
         self, courier: Message, app: Celery, countdown: float, server_time: float, *, first: bool
@@ -155,10 +155,10 @@ class Courier(Task):  # type: ignore[misc]
     autoretry_for = ()  # whatever the app has for its tasks: what a courier rejects is to come again
     Request = "celery_setnx.run.sweep:CourierRequest"
 
-    def run(self, key: str, order: Mapping[str, Any]) -> None:
+    def run(self, key: str, parked: Mapping[str, Any]) -> None:
         """Look after the call that it is told of."""
         try:
-            _visit(self, key, order)
+            _visit(self, key, parked)
         except (SoftTimeLimitExceeded, NoWayBack) as error:  # a limit of the app's for all its tasks
             time.sleep(1.0)  # it is delivered again at once
             raise Reject(f"the courier of {key} has not done its work: {error}", requeue=True) from error
@@ -191,101 +191,101 @@ def declare_queues(app: Celery) -> None:
             declared(app, str(queue.name), wait_s)
 
 
-def put_back(app: Celery, order: Order, wait_s: float) -> tuple[Found, str] | None:
+def put_back(app: Celery, parked: ParkedCall, wait_s: float) -> tuple[ParkReply, str] | None:
     """See to it that a call is in its line: what it finds, and the epoch; None if it waits no more.
 
     If Redis has lost its data, a holder may say for `wait_s` that it is there still: it is told before it is
     overtaken. A call that may not be woken here is sent, and waits no more: its worker throws it away, or
     runs it by the key that it has.
     """
-    client, call, before = client_for(app), order.call, order
-    order = order.stamped(app)
-    place = order.place(app)
-    if order.until is not None:
+    client, call, before = client_for(app), parked.call, parked
+    parked = parked.stamped(app)
+    place = parked.place(app)
+    if parked.until is not None:
         place = replace(place, remember=BEGUN_S)
-    copy = "" if order is before else _STAMPS  # it is to stand there with the new stamp
-    found = park(client, place, copy=copy, since=call.since, call=order.message)
+    copy = "" if parked is before else _STAMPS  # it is to stand there with the new stamp
+    found = park(client, place, copy=copy, since=call.since, call=parked.message)
     if found.state == "stale":
-        if order.until is not None and not order.resent and _began_before(order, place, found, client):
-            park(client, order.place(app), since=call.since, call=order.message)
+        if parked.until is not None and not parked.resent and _began_before(parked, place, found, client):
+            park(client, parked.place(app), since=call.since, call=parked.message)
         return None
     if found.state == "handed" and copy:  # perhaps by one who has left it to workers that are no more
-        send_again(app, order)
+        send_again(app, parked)
     waits = found.state == "new" and wait_s > 0
-    within = wait_s if waits else look_in(remaining_s(found), order.lease)
+    within = wait_s if waits else look_in(remaining_s(found), parked.lease)
     epoch = look_within(app, call.task, call.key, within).epoch
     # It may have ended before Redis forgot it; if Redis has forgotten nothing, another call with its id has.
-    since = call.since if epoch != order.epoch else 0.0
+    since = call.since if epoch != parked.epoch else 0.0
     if found.state == "new" and stored_end(app, call.task, call.task_id, since=since or None):
         leave(client, replace(place, remember=BEGUN_S), copy=COURIER)
         return None
-    if not may_be_woken(app, order):
-        send_again(app, order)
+    if not may_be_woken(app, parked):
+        send_again(app, parked)
         return None
     return found, epoch
 
 
-def _began_before(order: Order, place: Place, found: Found, client: Any) -> bool:
+def _began_before(parked: ParkedCall, place: LineEntry, found: ParkReply, client: Any) -> bool:
     """Whether a call that has begun did so before it was to fail, and so was sent for that by nobody.
 
     Then it has no message left that comes late, and Redis need not remember for a week that it has begun.
     """
-    return found.server_time - has_begun_s(client, place) < (order.until or 0.0)
+    return found.server_time - has_begun_s(client, place) < (parked.until or 0.0)
 
 
-def may_be_woken(app: Celery, order: Order) -> bool:
+def may_be_woken(app: Celery, parked: ParkedCall) -> bool:
     """True if a call belongs into the line that it waits in; a deploy may have changed that."""
-    _, message = Message.unpacked(app, order.message)
-    return is_of_its_line(app, order.call, message.body)
+    _, message = Message.unpacked(app, parked.message)
+    return is_of_its_line(app, parked.call, message.body)
 
 
-def send_again(app: Celery, order: Order) -> None:
+def send_again(app: Celery, parked: ParkedCall) -> None:
     """Send a call once more, as a copy of its own: its courier had it from its broker, not from its line."""
-    call, message = Message.unpacked(app, order.message)
+    call, message = Message.unpacked(app, parked.message)
     message.send(app, call.as_copy())
 
 
 def _visit(courier: Task, key: str, told: Mapping[str, Any]) -> None:
     """See to it that a parked call is in its line, and come back as long as it waits."""
     try:
-        order = Order.of(told).stamped(courier.app)
-        Message.unpacked(courier.app, order.message)
+        parked = ParkedCall.of(told).stamped(courier.app)
+        Message.unpacked(courier.app, parked.message)
     except (ValueError, DecodeError) as error:  # it would be the same the next time
         _end(courier, key, told, error)
         return
     except ContentDisallowed as error:  # a deploy may allow it
-        logger.warning("The courier of %s comes back later: %s", order, error, extra=fields(of=order.call))
-        left: tuple[Order, float, float] | None = (order, _PACE_S, 0.0)
+        logger.warning("The courier of %s comes back later: %s", parked, error, extra=fields(of=parked.call))
+        left: tuple[ParkedCall, float, float] | None = (parked, _PACE_S, 0.0)
     except NoWayBack as error:  # another may mend it
-        left = _later(order, error)
+        left = _later(parked, error)
     else:
-        left = _left(courier.app, order)
+        left = _left(courier.app, parked)
     if left is None:
         return
-    order, countdown, server_time = left
+    parked, countdown, server_time = left
     countdown = deliverable(courier.app, countdown)
     try:
-        order.send(Message.of(courier), courier.app, countdown, server_time, first=False)
+        parked.send(Message.of(courier), courier.app, countdown, server_time, first=False)
     except Exception as error:
         time.sleep(min(countdown, 1.0))  # it is delivered again at once
-        raise Reject(f"the broker does not take the courier of {order}: {error}", requeue=True) from error
+        raise Reject(f"the broker does not take the courier of {parked}: {error}", requeue=True) from error
 
 
-def _left(app: Celery, order: Order) -> tuple[Order, float, float] | None:
+def _left(app: Celery, parked: ParkedCall) -> tuple[ParkedCall, float, float] | None:
     """What a courier is told next, in how many seconds it comes, and when that was said; None: no more."""
     try:
-        return _look_after(app, order)
+        return _look_after(app, parked)
     except Exception as error:  # noqa: BLE001 - whatever it is, the call must not be lost
-        return _later(order, error)
+        return _later(parked, error)
 
 
-def _later(order: Order, error: Exception) -> tuple[Order, float, float]:
-    logger.warning("The courier of %s comes back later: %s", order, error, extra=fields(of=order.call))
-    return order, random.uniform(5.0, 30.0), 0.0
+def _later(parked: ParkedCall, error: Exception) -> tuple[ParkedCall, float, float]:
+    logger.warning("The courier of %s comes back later: %s", parked, error, extra=fields(of=parked.call))
+    return parked, random.uniform(5.0, 30.0), 0.0
 
 
 def _end(courier: Task, key: str, told: Any, error: Exception) -> None:
-    """Come no more, because the order cannot be understood; the call is sent, if that can be."""
+    """Come no more, because its call cannot be understood; the call is sent, if that can be."""
     text = told.get("message") if isinstance(told, Mapping) else None
     try:
         call, message = Message.unpacked(courier.app, text if isinstance(text, str) else "")
@@ -307,31 +307,31 @@ def _end(courier: Task, key: str, told: Any, error: Exception) -> None:
         raise Reject(f"the broker does not take {call}: {refusal}", requeue=True) from refusal
 
 
-def _look_after(app: Celery, order: Order) -> tuple[Order, float, float] | None:
+def _look_after(app: Celery, parked: ParkedCall) -> tuple[ParkedCall, float, float] | None:
     """Put a call into its line; see `_left`."""
     try:
-        back = put_back(app, order, wait_s=order.lease / 2)
+        back = put_back(app, parked, wait_s=parked.lease / 2)
     except LockUnavailable as error:  # one of them is a refusal, too
         say_loudly(error)
         raise
     except LockRefused as error:
         logger.error(
             "%s can wait no longer, and is sent to say so itself: %s",
-            order,
+            parked,
             error,
-            extra=fields(of=order.call),
+            extra=fields(of=parked.call),
         )
-        send_again(app, order)
+        send_again(app, parked)
         return None
     if back is None:
         return None
     found, epoch = back
-    order = replace(order, epoch=epoch)
-    if order.until is not None and found.server_time >= order.until:
-        send_again(app, order)
-        order = replace(order, resent=True)
-    countdown = order.pace(found.server_time)
-    if order.call.marked:
-        mark = Mark(order.call.key, order.call.task_id)
-        extend_all(client_for(app), [mark], [countdown + order.queue_lease])
-    return order, countdown, found.server_time
+    parked = replace(parked, epoch=epoch)
+    if parked.until is not None and found.server_time >= parked.until:
+        send_again(app, parked)
+        parked = replace(parked, resent=True)
+    countdown = parked.pace(found.server_time)
+    if parked.call.marked:
+        mark = Mark(parked.call.key, parked.call.task_id)
+        extend_all(client_for(app), [mark], [countdown + parked.queue_lease])
+    return parked, countdown, found.server_time

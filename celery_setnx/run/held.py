@@ -17,7 +17,7 @@ from celery import Celery
 from celery.worker import state
 
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.line import Begun, Place, have_begun, shorten_tickets
+from celery_setnx.lock.line import LineEntry, TicketStart, have_begun, shorten_tickets
 from celery_setnx.log import Log
 
 logger = Log("celery_setnx")
@@ -54,16 +54,16 @@ def _let_go(worker: Any, client: redis.Redis, couriers: Sequence[Any]) -> None:
         if gone:
             worker.consumer.call_soon(partial(give_back, worker.consumer, gone))
         # What was woken once has no message left that comes late.
-        once = [each for each in gone if begun[each] is Begun.ONCE and not each.order.resent]
+        once = [each for each in gone if begun[each] is TicketStart.ONCE and not each.parked.resent]
         shorten_tickets(client, [places[courier] for courier in once])
     except Exception as error:  # noqa: BLE001 - they have a time of their own
         logger.info("It is not known which couriers are needed no more: %s", error)
 
 
-def _places(app: Celery, couriers: Sequence[Any]) -> Iterator[tuple[Any, Place]]:
+def _places(app: Celery, couriers: Sequence[Any]) -> Iterator[tuple[Any, LineEntry]]:
     for courier in couriers:
         with suppress(Exception):  # what is wrong with one is no other's business
-            yield courier, courier.order.place(app)
+            yield courier, courier.parked.place(app)
 
 
 def give_back(consumer: Any, couriers: Sequence[Any]) -> None:

@@ -26,7 +26,7 @@ EARLIEST_S = 0.01
 _AGAIN_S = 2.0  # after a look that has failed; that Redis is away is the sweep's to say
 
 
-class Swept(NamedTuple):
+class SweepReport(NamedTuple):
     """What came of a look, or a sweep.
 
     Attributes:
@@ -51,7 +51,7 @@ class TimedLooks:
     others stop.
     """
 
-    def __init__(self, look: Callable[[], Swept]) -> None:
+    def __init__(self, look: Callable[[], SweepReport]) -> None:
         self._look = look
         self._due_at: list[float] = []  # a heap
         self._earliest_at = 0.0

@@ -36,12 +36,12 @@ from celery_setnx.call.wake import (
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import line
-from celery_setnx.lock.line import SOON_S, Found, Noted
+from celery_setnx.lock.line import SOON_S, DueReply, ParkReply
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
 from celery_setnx.run.conflict import Conflict
-from celery_setnx.run.courier import Order
+from celery_setnx.run.courier import ParkedCall
 from celery_setnx.signals import lock_waiting
 
 logger = Log("celery_setnx")
@@ -83,40 +83,40 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
     """
     task, met = conflict.task, conflict.call
     app, message = task.app, Message.of(task)
-    order = _order(conflict, message)
-    parked = Parked(conflict.reason, deliverable(app, order.pace(conflict.server_time)))
+    parked = _parked_call(conflict, message)
+    wait = Parked(conflict.reason, deliverable(app, parked.pace(conflict.server_time)))
     # A woken call has a courier until it begins. The ticket of a call that has begun sends couriers away
     # until the call is parked again. If the broker still has its message, it may park first.
     has_courier = met.is_woken and not met.again
     parks_first = met.again and task.acks_late
     if not message.queue or not (has_courier or parks_first):  # without a queue this fails, and says why
-        _send_courier(conflict, order, message, parked)
+        _send_courier(conflict, parked, message, wait)
     try:
-        client, since = client_for(app), order.call.since
-        found = line.park(client, order.place(app), copy=met.copy, since=since, call=order.message)
+        client, since = client_for(app), parked.call.since
+        found = line.park(client, parked.place(app), copy=met.copy, since=since, call=parked.message)
     except SetnxError as error:
-        if _asks_courier(conflict, order, parked, error, has_courier=has_courier):
-            _send_courier(conflict, replace(order, epoch=""), message, parked)
-        return "waits", parked
+        if _asks_courier(conflict, parked, wait, error, has_courier=has_courier):
+            _send_courier(conflict, replace(parked, epoch=""), message, wait)
+        return "waits", wait
     if found.state in ("stale", "taken"):
         return ("stale" if found.state == "stale" else "taken"), None
-    parked.look_in = _note_holder(conflict, found)
+    wait.look_in = _note_holder(conflict, found)
     # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
     if parks_first or (has_courier and found.state == "new"):
-        _send_courier(conflict, order, message, parked)
+        _send_courier(conflict, parked, message, wait)
     elif has_courier and waits_in_broker(app):
-        order.note_end(app, found.server_time)
+        parked.note_end(app, found.server_time)
     if found.state == "handed" or (found.holder is None and found.place == 1 and not conflict.outcome.paced):
         return "turn", None  # it came free meanwhile
-    _announce(conflict, order.call, found.place)
-    return "waits", parked
+    _announce(conflict, parked.call, found.place)
+    return "waits", wait
 
 
-def _order(conflict: Conflict, message: Message) -> Order:
+def _parked_call(conflict: Conflict, message: Message) -> ParkedCall:
     """What the courier of the call is told. The line is noted as due at the holder's deadline."""
     task, options = conflict.task, conflict.options
     app, call = task.app, conflict.call._replace(waits=conflict.call.waits + 1, asked=0)
-    return Order(
+    return ParkedCall(
         call=call,
         message=message.packed(app, call),
         until=_until(app, options, call.since, conflict.server_time, task.request.expires),
@@ -127,35 +127,35 @@ def _order(conflict: Conflict, message: Message) -> Order:
     )
 
 
-def _look_within(conflict: Conflict, holds_s: float | None) -> Noted:
+def _look_within(conflict: Conflict, holds_s: float | None) -> DueReply:
     call, lease = conflict.call, conflict.options.lease
     return look_within(conflict.task.app, call.task, call.key, look_in(holds_s, lease))
 
 
-def _send_courier(conflict: Conflict, order: Order, message: Message, parked: Parked) -> None:
+def _send_courier(conflict: Conflict, parked: ParkedCall, message: Message, wait: Parked) -> None:
     """Send the courier; if the broker does not take it, end as `not_taken_back` says."""
     try:
-        order.send(message, conflict.task.app, parked.when, conflict.server_time, first=True)
+        parked.send(message, conflict.task.app, wait.when, conflict.server_time, first=True)
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
-        not_taken_back(conflict.task, order.call, error, conflict.reason)
+        not_taken_back(conflict.task, parked.call, error, conflict.reason)
 
 
 def _asks_courier(
-    conflict: Conflict, order: Order, parked: Parked, error: SetnxError, *, has_courier: bool
+    conflict: Conflict, parked: ParkedCall, wait: Parked, error: SetnxError, *, has_courier: bool
 ) -> bool:
     """Whether a courier is to be sent for a call of which nobody knows whether it is in line."""
-    met, call = conflict.call, order.call
+    met, call = conflict.call, parked.call
     if met.again:  # its ticket would send a courier away
-        pause = min(parked.when, conflict.options.retry_delay_max)
+        pause = min(wait.when, conflict.options.retry_delay_max)
         come_back(conflict.task, met, pause, f"its place in line is not known ({error})", own=True)
     logger.warning("%s waits, and only its courier knows: %s", call, error, extra=fields(of=call))
     say_loudly(error)
     if has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
         raise error  # its courier has sent it to say so
-    return has_courier or bool(order.epoch)  # without an epoch a worker puts the call back in line
+    return has_courier or bool(parked.epoch)  # without an epoch a worker puts the call back in line
 
 
-def _note_holder(conflict: Conflict, found: Found) -> float | None:
+def _note_holder(conflict: Conflict, found: ParkReply) -> float | None:
     """Note when to look at the line, unless the holder is the same: a sweep may have seen it empty.
 
     In how many seconds this worker is to look; None if another one is to, or a sweep.

@@ -41,13 +41,13 @@ from celery_setnx.configured import configured
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.line import Claimed, Slot, claim, settle, who_waits
+from celery_setnx.lock.line import DueLines, Slot, claim, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import settings_of
-from celery_setnx.run.courier import Order, declare_queues, may_be_woken, put_back, send_again
+from celery_setnx.run.courier import ParkedCall, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
-from celery_setnx.run.looks import EARLIEST_S, Swept, TimedLooks
+from celery_setnx.run.looks import EARLIEST_S, SweepReport, TimedLooks
 from celery_setnx.run.revoked import RevokedLately
 from celery_setnx.run.unswept import Unswept
 from celery_setnx.threads import Lasting
@@ -69,26 +69,26 @@ class CourierRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         properties = self._request_dict.get("properties") or {}
         self._request_dict["properties"] = {**properties, **origin_here(self.app)}
-        told = self.kwargs.get("order") if isinstance(self.kwargs, Mapping) else None
+        told = self.kwargs.get("parked") if isinstance(self.kwargs, Mapping) else None
         with suppress(ValueError):  # it says nothing that is understood here
-            self.order = Order.of(told or {})
+            self.parked = ParkedCall.of(told or {})
             self.held_since = time.monotonic()
             _held.add(self)
 
     @cached_property
     def may_be_woken(self) -> bool:
         """Whether its call belongs into the line that it waits in, as far as its app knows."""
-        return may_be_woken(self.app, self.order)
+        return may_be_woken(self.app, self.parked)
 
     @cached_property
     def is_stamped(self) -> bool:
         """Whether its call stands in line as one of the broker that has delivered this courier."""
-        return self.order.stamped(self.app) is self.order
+        return self.parked.stamped(self.app) is self.parked
 
     @cached_property
     def stamps_of_call(self) -> Mapping[str, Any]:
         """The stamps of its call, by which that may be revoked."""
-        return stamps_in(self.order.message)
+        return stamps_in(self.parked.message)
 
 
 _held: WeakSet[CourierRequest] = WeakSet()
@@ -205,7 +205,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._wait_s = EARLIEST_S if has_more else max(0.0, self._usual_at - now)
         return True
 
-    def _look(self, app: Celery) -> Swept:
+    def _look(self, app: Celery) -> SweepReport:
         """Look at the lines that are due, in another thread than the sweep's: others may hold that up."""
         swept = self.sweep(app, is_early=True, later=self._left_by_looks)
         if any(task_id for _key, task_id in list(self._left_by_looks)):  # a call is to be woken
@@ -228,7 +228,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Its timed looks, if it is a worker of this app and sweeps."""
         return [self._looks] if app is self._worker.app and self._thread is not None else []
 
-    def sweep(self, app: Celery, *, is_early: bool = False, later: Later | None = None) -> Swept:
+    def sweep(self, app: Celery, *, is_early: bool = False, later: Later | None = None) -> SweepReport:
         """Look at every line that is due; unless it comes early, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
@@ -240,17 +240,17 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         couriers = [] if is_early else _couriers_here(app)
         for request in couriers:
             if request not in self._left:
-                self._look_after(app, request, claimed.slots.get(request.order.call.task))
+                self._look_after(app, request, claimed.slots.get(request.parked.call.task))
         if couriers:
             self._held.let_go(self._worker, self._client, couriers)
         if not is_early:
             between_forks.give_way()
             self._unswept.look(app, self._client, claimed)
         next_s = min((next_s for next_s in due if next_s is not None), default=None)
-        return Swept(len(claimed.lines), next_s, claimed.are_more, claimed.error)
+        return SweepReport(len(claimed.lines), next_s, claimed.are_more, claimed.error)
 
     def _serve(
-        self, app: Celery, lines: str, task: str, entry: str, claimed: Claimed, later: Later | None
+        self, app: Celery, lines: str, task: str, entry: str, claimed: DueLines, later: Later | None
     ) -> float | None:
         """Let a line go on, or send one call: seconds until it is time to look at it again."""
         key, task_id = lock_and_task_id(entry)
@@ -273,31 +273,31 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def _look_after(self, app: Celery, request: CourierRequest, slot: Slot | None) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
-        order = request.order
+        parked = request.parked
         try:
-            is_revoked = order.call.task_id in revoked_tasks or order.call.task_id in self._revoked
+            is_revoked = parked.call.task_id in revoked_tasks or parked.call.task_id in self._revoked
             is_revoked = is_revoked or (revoked_stamps and _is_revoked_as(request.stamps_of_call))
             if is_revoked or not request.may_be_woken:
-                if _put_back(app, order):
-                    send_again(app, order)
+                if _put_back(app, parked):
+                    send_again(app, parked)
                 self._left.add(request)
             elif not request.is_stamped and request not in self._stamped:
-                _put_back(app, order)
+                _put_back(app, parked)
                 self._stamped.add(request)
-            elif slot and order.epoch != slot.epoch and self._is_time_to_put_back(request, slot.epoch):
-                _put_back(app, order)
+            elif slot and parked.epoch != slot.epoch and self._is_time_to_put_back(request, slot.epoch):
+                _put_back(app, parked)
                 self._anew[request] = slot.epoch, float("inf")
         except LockUnavailable:
             raise
         except Exception as error:  # noqa: BLE001 - what is wrong with one call is no other's business
             self._left.add(request)
-            logger.warning("%s is left to its courier: %s", order, error, extra=fields(of=order.call))
+            logger.warning("%s is left to its courier: %s", parked, error, extra=fields(of=parked.call))
 
     def _is_time_to_put_back(self, request: CourierRequest, epoch: str) -> bool:
         """Once, half a lease after a loss: a holder may say first that it is there still."""
         known, when = self._anew.get(request, ("", 0.0))
         if known != epoch:
-            self._anew[request] = epoch, time.monotonic() + request.order.lease / 2
+            self._anew[request] = epoch, time.monotonic() + request.parked.lease / 2
             return False
         return time.monotonic() >= when
 
@@ -328,11 +328,11 @@ def look_in(app: Celery, seconds: float | None) -> None:
             looks.within(seconds)
 
 
-def _put_back(app: Celery, order: Order) -> bool:
+def _put_back(app: Celery, parked: ParkedCall) -> bool:
     """Put a call back into its line, which may be due soon: whether it waits still."""
     between_forks.give_way()
-    waits = put_back(app, order, wait_s=0.0) is not None
-    look_soon(app, order.call.task)
+    waits = put_back(app, parked, wait_s=0.0) is not None
+    look_soon(app, parked.call.task)
     return waits
 
 

@@ -9,7 +9,7 @@ from celery import Celery
 
 from celery_setnx.call.broker import broker_of
 from celery_setnx.exceptions import LockRefused, SetnxError
-from celery_setnx.lock.line import Claimed, known_lines, note_lines, unswept
+from celery_setnx.lock.line import DueLines, known_lines, note_lines, unswept
 from celery_setnx.lock.names import lines_name
 from celery_setnx.log import Log, say_loudly
 from celery_setnx.options import settings_of
@@ -37,7 +37,7 @@ class Unswept:
         self._next = 0.0
         self._told: set[tuple[str, str]] = set()
 
-    def look(self, app: Celery, client: Any, claimed: Claimed) -> None:
+    def look(self, app: Celery, client: Any, claimed: DueLines) -> None:
         """Note the worker's own lines, and look at others. Nothing is raised: the sweep does not need it."""
         if time.monotonic() < self._next:
             return
@@ -50,7 +50,7 @@ class Unswept:
             if isinstance(error, LockRefused):  # by an ACL: until somebody mends that
                 self._next = time.monotonic() + _REFUSED_S
 
-    def _look(self, app: Celery, client: Any, claimed: Claimed) -> None:
+    def _look(self, app: Celery, client: Any, claimed: DueLines) -> None:
         own = settings_of(app).prefix, broker_of(app)
         note_lines(client, *own)
         for prefix, broker in known_lines(client):

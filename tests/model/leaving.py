@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 REMEMBER_MS = 60_000
 
 
-class Left(NamedTuple):
+class LeaveReply(NamedTuple):
     """What is there once a call has left; who is next, and when to look at the line."""
 
     store: Store
@@ -58,7 +58,7 @@ def leaves_the_line_and_hands_on(script: Script, call: Call, found: Played) -> b
     return found.after == left.store and found.words[1:] == [str(call.now), left.heir, wakes, left.look]
 
 
-def _left(call: Call) -> Left:
+def _left(call: Call) -> LeaveReply:
     task, attempt, copy, remember, shared, token, _, _, lease = call.told
     store, own = before(call), None if is_anothers(call, shared) else task
     number = next((n for n, permit in enumerate(permits_in(call)) if _is_its(call, permit, own)), None)
@@ -71,9 +71,9 @@ def _left(call: Call) -> Left:
         tickets = {**dict(store.tickets), task: Ticket(f"{attempt}|{copy}|{vain}", int(remember))}
         store = store._replace(tickets=tuple(sorted(tickets.items(), key=lambda each: each[0].encode())))
     if number is None:
-        return Left(store)
+        return LeaveReply(store)
     if is_again:
-        return Left(store, at(call.store, number).holder.info)
+        return LeaveReply(store, at(call.store, number).holder.info)
     return _handed_on(call, store if lease == "" else _stays(call, store, task), number)
 
 
@@ -94,7 +94,7 @@ def _stays(call: Call, store: Store, task: str) -> Store:
     return line_lasts(in_line(with_call(store, task, str(known)), task, place), store.calls.lease)
 
 
-def _handed_on(call: Call, store: Store, number: int) -> Left:
+def _handed_on(call: Call, store: Store, number: int) -> LeaveReply:
     """The permit is the next one's, if it is within the limit and one more may start; or else nobody's."""
     terms = call.told[7] if call.told[7] != "0" else terms_in(call.store)
     promised = sum(is_to_come(permit, call.now) for n, permit in enumerate(permits_in(call)) if n != number)
@@ -108,9 +108,9 @@ def _handed_on(call: Call, store: Store, number: int) -> Left:
         if heir.task is not None:
             record = record._replace(token=call.told[5], deadline=heir.until, since=call.now, info=heir.task)
             store = out_of_line(kept(store, number, record, REMEMBER_MS), heir.task)
-            return Left(permits_last(store, up(heir.until - call.now, MS) + REMEMBER_MS), heir.task)
+            return LeaveReply(permits_last(store, up(heir.until - call.now, MS) + REMEMBER_MS), heir.task)
         look = str(call.now) if len(heir.gone) == LOOKED_AT else ""
-    return Left(
+    return LeaveReply(
         given_back(store, number, record._replace(state="released"), now_ms + REMEMBER_MS), None, look
     )
 

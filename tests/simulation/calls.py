@@ -19,7 +19,7 @@ from celery_setnx.lock.record import ORIGINAL, Holder
 from celery_setnx.signals import lock_conflict, lock_released
 from tests.simulation import substitutes, workers
 from tests.simulation.checker import Checker, Life
-from tests.simulation.ended import Ended
+from tests.simulation.ended import EndedCall
 from tests.simulation.publisher import SWEPT_S, Publisher
 from tests.simulation.scheduler import US, Process, World
 from tests.simulation.substitutes import Redis, sleep
@@ -81,7 +81,7 @@ class Calls:
         self.server = Redis(world)
         self.broker = workers.begin(world)
         self.checker = Checker(world, self.server)
-        self.ended = Ended(world, self.server, is_discarded=self.may_not_come)
+        self.ended = EndedCall(world, self.server, is_discarded=self.may_not_come)
         self.apps = list(_apps)
         for app in self.apps:
             app._after_fork()  # its connections, whose making draws ids

@@ -17,7 +17,7 @@ SURE_S = 5.0  # of a window: a reply, by which its beginning is known here, is n
 
 
 @dataclass
-class Ended:
+class EndedCall:
     """Which calls of one key have given their lock back, and what has become of them."""
 
     world: World

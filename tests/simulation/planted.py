@@ -18,10 +18,22 @@ from celery_setnx import request
 from celery_setnx.call import ended, guard, marking, wake
 from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
-from celery_setnx.lock.line import Noted
+from celery_setnx.lock.line import DueReply
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
-from celery_setnx.run import attempt, courier, decide, ends, give_back, join, linger, looks, park, run, sweep
+from celery_setnx.run import (
+    attempt,
+    cleanup,
+    courier,
+    decide,
+    give_back,
+    join,
+    linger,
+    looks,
+    park,
+    run,
+    sweep,
+)
 from celery_setnx.run.decide import Ask, End, Facts
 from tests.simulation import calls, locks
 from tests.simulation.scheduler import World
@@ -74,7 +86,7 @@ def no_wakeup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def line_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call parks, and no sweep is told."""
-    monkeypatch.setattr(park, "look_within", lambda *_args, **_more: Noted("epoch"))
+    monkeypatch.setattr(park, "look_within", lambda *_args, **_more: DueReply("epoch"))
 
 
 def sweep_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +103,7 @@ def plant_rules(monkeypatch: pytest.MonkeyPatch, told: decide.Told, *, without: 
 
 def no_courier(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call parks, and nothing of it is left with the broker."""
-    monkeypatch.setattr(courier.Order, "send", lambda *_args, **_more: None)
+    monkeypatch.setattr(courier.ParkedCall, "send", lambda *_args, **_more: None)
 
 
 def leaves_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +159,7 @@ def no_timed_look(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def window_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that has failed after its release counts as a success."""
-    monkeypatch.setattr(ends.Ends, "take_back", lambda *_args: None)
+    monkeypatch.setattr(cleanup.Cleanup, "take_back", lambda *_args: None)
 
 
 def pace_of_one_more(monkeypatch: pytest.MonkeyPatch) -> None:

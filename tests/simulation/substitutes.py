@@ -41,8 +41,8 @@ import celery_setnx.forks
 import celery_setnx.lock.keeper
 import celery_setnx.lock.process
 import celery_setnx.log
+import celery_setnx.run.cleanup
 import celery_setnx.run.courier
-import celery_setnx.run.ends
 import celery_setnx.run.events
 import celery_setnx.run.held
 import celery_setnx.run.run
@@ -325,7 +325,7 @@ _STATE: list[tuple[Any, str, Callable[[], Any]]] = [
     (celery_setnx.log, "_say_again_at", dict),
     (celery_setnx.call.ended, "_asked_again_at", WeakKeyDictionary),
     (celery_setnx.call.later, "_unsent", dict),
-    (celery_setnx.run.ends, "_of_process", dict),
+    (celery_setnx.run.cleanup, "_of_process", dict),
     (celery_setnx.run.run, "RUNNING", dict),
     (celery_setnx.run.sweep, "_held", WeakSet),
     (celery_setnx.run.sweep, "_sweeping", WeakSet),

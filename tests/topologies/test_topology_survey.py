@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from celery_setnx.keys import digest
-from celery_setnx.lock.line import Place, park
+from celery_setnx.lock.line import LineEntry, park
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.look import look
 from celery_setnx.lock.marks import Mark, mark_all
@@ -28,7 +28,7 @@ def test_survey_asks_every_primary(client, cluster):
     assert len({cluster.owner(cluster.slot(key)).port for key in keys}) == 3
     mark_all(client, [Mark(key, "queued") for key in keys[:30]], dedupe="until_started", lease=60)
     for key in keys[20:40]:
-        park(client, Place(key, "waits", 0, 60), since=time.time(), call="")
+        park(client, LineEntry(key, "waits", 0, 60), since=time.time(), call="")
     seen = {sighting.key: sighting for sighting in survey(client, "t")}
     assert sorted(seen) == sorted(keys)
     assert {key for key in keys if seen[key].mark == "queued"} == set(keys[:30])

@@ -40,7 +40,7 @@ _BATCH = 500
 _AGAIN_S = 1.0
 
 
-class Ended(NamedTuple):
+class EndedCall(NamedTuple):
     """A call that has ended, of a worker's app."""
 
     app: Celery
@@ -66,7 +66,7 @@ class Ended(NamedTuple):
         return bool(self.call.marked and self.call.key) and not self.is_sent_again
 
 
-class Ends:
+class Cleanup:
     """Frees what is left behind by children that die, and by calls that end outside their run.
 
     It notices a death within a fraction of a second, for which Celery may take seconds.
@@ -75,7 +75,7 @@ class Ends:
     def __init__(self) -> None:
         self._running: WeakSet[Any] = WeakSet()
         self._kept: dict[Any, float] = {}
-        self._ended: deque[Ended] = deque()
+        self._ended: deque[EndedCall] = deque()
         self._at_work = 0  # how many more of them are being freed
         self._retries: dict[Any, float] = {}
         self._changed = threading.Event()
@@ -97,13 +97,13 @@ class Ends:
 
     def forget(self, app: Celery, call: Call, *, may_wait: bool = False, is_sent_again: bool = False) -> None:
         """Free what a call has that ended, soon: its mark and its place."""
-        self._note(Ended(app, call, may_wait, is_sent_again))
+        self._note(EndedCall(app, call, may_wait, is_sent_again))
 
     def take_back(self, app: Celery, call: Call, failure: Failure) -> None:
         """Have a call that has failed count as no success, soon. Its mark may be its retry's by now."""
-        self._note(Ended(app, Call(*call[:4]), failure=failure))
+        self._note(EndedCall(app, Call(*call[:4]), failure=failure))
 
-    def _note(self, ended: Ended) -> None:
+    def _note(self, ended: EndedCall) -> None:
         if ended.is_anything_left and self._has_room(len(self._ended) + self._at_work, ended.call):
             self._ended.append(ended)
             self._look_soon(has_ended=True)
@@ -202,7 +202,7 @@ class Ends:
             finally:
                 self._at_work = 0
 
-    def _forget_alone(self, ended: Ended) -> None:
+    def _forget_alone(self, ended: EndedCall) -> None:
         try:
             _forget([ended])
         except LockUnavailable:
@@ -218,7 +218,7 @@ class Ends:
                 del self._retries[request]
 
 
-def _forget(batch: list[Ended]) -> None:
+def _forget(batch: list[EndedCall]) -> None:
     """Free the marks and places of some calls."""
     marks: dict[Celery, list[Mark]] = {}
     failures: dict[Celery, list[Failure]] = {}
@@ -258,13 +258,13 @@ def _survive(free: Callable[[], object]) -> object:
         return True
 
 
-def ends_of_process() -> Ends:
+def cleanup_of_process() -> Cleanup:
     """The one of this process, made at first use: threads do not survive a fork."""
     pid = os.getpid()
     ends = _of_process.get(pid)
     if ends is None:
-        ends = _of_process.setdefault(pid, Ends())
+        ends = _of_process.setdefault(pid, Cleanup())
     return ends
 
 
-_of_process: dict[int, Ends] = {}
+_of_process: dict[int, Cleanup] = {}
