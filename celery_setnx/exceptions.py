@@ -304,7 +304,7 @@ COMMANDS = (
 _NEEDED = (
     f"celery_setnx needs EVAL, EVALSHA and, inside scripts, {', '.join(COMMANDS[2:-1])} and {COMMANDS[-1]} "
     "on this key, its :holder, :queued, "
-    ":line, :calls, :permits, :starts, :done, :taken_over, :ticket:* and :instead:*, on its #1 to #99 and "
+    ":line, :calls, :permits, :starts, :done, :taken_over, :ticket:* and :successor:*, on its #1 to #99 and "
     "their :holder, on <prefix>:lines:* and <prefix>:receipt:*, and on setnx:brokers; SELECT for a database "
     "other than 0; in a cluster, CLUSTER SLOTS and COMMAND"
 )

@@ -108,7 +108,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         """What is ignored of its header is said once: the child does not see it."""
         said = Call.of(self._request_dict["task"], self._request_dict)
         call = said if self._guard is None else self._guard.fitting(said)
-        if call.bare:
+        if not call.has_header:
             self._request_dict.pop(HEADER, None)
         elif call is not said:
             self._request_dict.update(call.as_headers())

@@ -25,7 +25,7 @@ from celery_setnx.request import SingletonRequest
 from tests.conftest import LOCK_DB
 
 CONTEXT: ContextVar[str] = ContextVar("what this process does")
-CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", bare=False)
+CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", has_header=True)
 LINK = {"task": "after", "args": [], "kwargs": {}, "options": {}, "subtask_type": None, "immutable": True}
 SENT: dict[str, Any] = {
     "task_id": "id-1",

@@ -35,7 +35,7 @@ from celery_setnx.run.sweep import Sweep
 from tests.harness import due_set, server_us
 
 KEY = key_name("t", "t", "f8f76adeabacfc9bfe3d32e83b502a67")  # of a call without arguments
-CALL = Call("t", "id-1", key=KEY, since=10.0, bare=False)
+CALL = Call("t", "id-1", key=KEY, since=10.0, has_header=True)
 MESSAGE = Message({"task": "t", "id": "id-1"}, {}, "far", ((), {}, {}), "application/json")
 ORDER = ParkedCall(CALL, "c", None, lease=60.0, queue_lease=60.0, remember=600.0, epoch="")
 

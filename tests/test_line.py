@@ -11,8 +11,8 @@ import pytest
 import redis
 
 from celery_setnx import LockRefused, SetnxLock
-from celery_setnx.lock.line import LineEntry, ParkReply, park, runs_instead
-from celery_setnx.lock.names import instead_name, line_names, permit_names, ticket_name
+from celery_setnx.lock.line import LineEntry, ParkReply, park, successor_of
+from celery_setnx.lock.names import line_names, permit_names, successor_name, ticket_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, task_token
 from tests.harness import age
@@ -221,15 +221,15 @@ def test_wake_ups_in_vain_are_those_of_one_attempt(locks, attempt, vain):
 def test_first_who_asks_runs_instead_of_one_that_has_died(locks):
     """All who ask are told so, for as long as it is remembered."""
     first, second = (LineEntry(NAME, task_id, 0, remember=60) for task_id in "ab")
-    asked = [runs_instead(locks, place, of="dead") for place in (first, second, first)]
+    asked = [successor_of(locks, place, of="dead") for place in (first, second, first)]
     assert asked == ["a", "a", "a"]
-    assert 0 < locks.pttl(instead_name(NAME, "dead")) <= 60_000
+    assert 0 < locks.pttl(successor_name(NAME, "dead")) <= 60_000
 
 
 def test_refusal_to_say_who_runs_instead_is_an_error(locks, foreign_keys):
     """It names the key."""
-    name = instead_name(NAME, "dead")
+    name = successor_name(NAME, "dead")
     foreign_keys.add(name)
     locks.lpush(name, "x")
     with pytest.raises(LockRefused, match=name):
-        runs_instead(locks, LineEntry(NAME, "a", 0, remember=60), of="dead")
+        successor_of(locks, LineEntry(NAME, "a", 0, remember=60), of="dead")

@@ -446,7 +446,7 @@ def test_call_that_is_woken_ahead_of_its_start_waits_for_it_in_its_slot(server, 
     last_us = seconds * 1_000_000 + us - 985_000  # the next start is allowed in 15 ms
     locks.zadd(starts_name(key), {f"{last_us}#0#1": last_us})
     locks.expire(starts_name(key), 60)
-    call = Call("ahead", task_id, 0, key, copy="c1", waits=1, since=last_us / 1e6, bare=False)
+    call = Call("ahead", task_id, 0, key, copy="c1", waits=1, since=last_us / 1e6, has_header=True)
     place = replace(call.place(600), terms=Terms(1, 1, 1))
     park(locks, place, copy="-x", since=1.0, call="c")
     assert serve(SetnxLock(locks, key, lease=60, line=True, rate=(1, 1.0)), knows_terms=True).heir is not None

@@ -26,9 +26,9 @@ FULL = Call(
     join="id-0",
     asked=3,
     about="account_id=7",
-    bare=False,
+    has_header=True,
 )
-SHORT = Call("t", "id-1", key="setnx:{t}", bare=False)
+SHORT = Call("t", "id-1", key="setnx:{t}", has_header=True)
 
 
 def headers_of(call: Call, **more: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_header_that_is_malformed_or_anothers_counts_as_none(header, said, caplo
         header = {"task": "t", "id": "id-1", "attempt": 0, **header}
     call = Call.of("t", {"id": "id-1", "retries": 0, HEADER: header})
     assert call == Call("t", "id-1")
-    assert call.bare
+    assert not call.has_header
     (record,) = caplog.records
     assert "The header 'singleton' of t[id-1] is ignored: " in record.getMessage()
     assert record.getMessage().endswith(". Its key is computed from its arguments.")
@@ -109,14 +109,14 @@ def test_header_that_is_malformed_or_anothers_counts_as_none(header, said, caplo
 
 def test_header_without_what_names_its_call_counts_as_none():
     """As a producer's that hands on the headers of its own request."""
-    assert Call.of("t", {"id": "id-1", HEADER: {"key": "setnx:{t}"}}).bare
+    assert not Call.of("t", {"id": "id-1", HEADER: {"key": "setnx:{t}"}}).has_header
 
 
 @pytest.mark.parametrize("retries", [0, 2])
 def test_header_of_another_attempt_gives_options_and_call_id(retries):
     """Celery hands a retry the headers of the attempt before: its key, its mark and its waiting are over."""
     assert Call.of("t", headers_of(FULL, retries=retries)) == Call(
-        "t", "id-1", retries, call_id="c0ffee", options={"lease": 5.0}, bare=False
+        "t", "id-1", retries, call_id="c0ffee", options={"lease": 5.0}, has_header=True
     )
 
 

@@ -72,7 +72,7 @@ def assert_usable(call: Call) -> None:
     """It says the same when it is written and read again, and keys, places and lines can be made of it."""
     written = {"id": call.task_id, **attempts(call.attempt), **call.as_headers()}
     again = Call.of(call.task, json.loads(json.dumps(written)))
-    assert again == call._replace(bare=not call.key and again.bare)
+    assert again == call._replace(has_header=call.key != "" or again.has_header)
     str(call).encode()
     place = call.place(60.0)
     assert 0 <= place.attempt < 2**53
@@ -103,7 +103,7 @@ def test_header_of_any_kind_is_read_or_counts_as_none(header):
     """In the worker's parent it would end the worker, at every start again."""
     call = Call.of("t", {"id": "id-1", "retries": 1, HEADER: header})
     assert (call.task, call.task_id, call.attempt) == ("t", "id-1", 1)
-    if call.bare:
+    if not call.has_header:
         assert call == Call("t", "id-1", 1)
     else:
         assert_usable(call._replace(options={}))
@@ -250,7 +250,7 @@ def test_header_of_a_call_with_such_an_id_is_its_own(app, given_id):
         call = Call.of("t", headers)
         task.apply_async((1,), task_id=given_id, queue="ids", retries=1, headers=call.as_headers())
         retry = Call.of("t", messages.get_nowait().headers)
-    assert not call.bare
+    assert call.has_header
     assert (retry.attempt, retry.call_id) == (1, call.call_id)
 
 
@@ -269,7 +269,7 @@ def test_retry_of_a_call_of_a_fan_out_has_the_ticket_of_that_call(app):
 def test_call_that_is_sent_again_as_the_same_attempt_is_another_call(app):
     """As the first retry of a client that counts from -1: a ticket of the call before would drop it."""
     task = app.tasks["t"]
-    before = Call("t", "id-1", 0, key="setnx:{t}", call_id="c0ffee", bare=False)
+    before = Call("t", "id-1", 0, key="setnx:{t}", call_id="c0ffee", has_header=True)
     task.apply_async((1,), task_id="id-1", queue="ids", retries=0, headers=before.as_headers())
     with app.connection_for_read() as connection, connection.SimpleQueue("ids") as messages:
         again = Call.of("t", messages.get_nowait().headers)
@@ -290,6 +290,6 @@ def test_header_that_cannot_be_read_is_said_once_and_shortly(caplog):
     """Its value may be of a million characters."""
     caplog.set_level(logging.WARNING)
     header = {"task": "t", "id": "id-1", "attempt": 0, "waits": "x" * 10**6}
-    assert Call.of("t", {"id": "id-1", HEADER: header}).bare
+    assert not Call.of("t", {"id": "id-1", HEADER: header}).has_header
     (record,) = caplog.records
     assert len(record.getMessage()) < 300

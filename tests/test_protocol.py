@@ -24,7 +24,7 @@ import celery_setnx
 from celery_setnx import Holder, LockLost, LockRefused, SetnxLock, SingletonTask, keys
 from celery_setnx.beat import _recall
 from celery_setnx.lock import names
-from celery_setnx.lock.line import LineEntry, note_lines, runs_instead
+from celery_setnx.lock.line import LineEntry, note_lines, successor_of
 from celery_setnx.lock.receipt import write_receipt
 from celery_setnx.lock.takeover import TakeOver, note_take_over
 from celery_setnx.testing import _age
@@ -212,7 +212,7 @@ def test_every_key_is_in_the_table_and_the_table_has_no_other(stage, parked, loc
     lock = SetnxLock(locks, name, line=True, limit=3, rate=(9, 60))
     lock.acquire(token="5f1c0a|0|ab").lock.release(done_for=60)
     assert [lock.acquire().acquired for _ in range(2)] == [True, True]
-    runs_instead(locks, LineEntry(name, "joiner", 0, 60), of="dead")
+    successor_of(locks, LineEntry(name, "joiner", 0, 60), of="dead")
     note_take_over(locks, name, TakeOver(1.0, "heir", {}), 60)
     write_receipt(locks, names.receipt_name("t", "proj.sync", "5f1c0a", "", 0), 60)
     note_lines(locks, "t", "memory://")

@@ -47,7 +47,7 @@ def marked(locks, proxy) -> Any:
     """An app whose way to its locks fails on demand, and many calls that it has marked."""
     app = Celery("ends", set_as_current=False)
     app.conf.setnx_url = proxy.url(LOCK_DB)
-    calls = [Call("t", f"id-{n}", key=f"t:{{t:{n:032x}}}", marked=True, bare=False) for n in range(MANY)]
+    calls = [Call("t", f"id-{n}", key=f"t:{{t:{n:032x}}}", marked=True, has_header=True) for n in range(MANY)]
     marks = [Mark(call.key, call.task_id) for call in calls]
     mark_all(client_for(app), marks, dedupe="until_started", lease=600)
     names = [mark.name for mark in marks]
@@ -93,7 +93,7 @@ def test_message_that_is_thrown_away_is_named_if_its_mark_is_not_freed(monkeypat
 def test_call_whose_key_no_server_can_have_is_no_others_business(marked, caplog):
     """It is named, and lapses; the batch that it was in is freed."""
     app, calls, marks_left = marked
-    cleanup, odd = Cleanup(), Call("t", "odd", key="t:{\ud800}", marked=True, bare=False)
+    cleanup, odd = Cleanup(), Call("t", "odd", key="t:{\ud800}", marked=True, has_header=True)
     for call in [*calls[:5], odd, *calls[5:]]:
         cleanup.forget(app, call)
     wait_until(lambda: marks_left() == 0, "the others are freed")
@@ -215,7 +215,9 @@ DIED = [
 @pytest.mark.parametrize(("copy", "begun_by", "found"), DIED)
 def test_call_whose_process_died_just_after_it_was_parked_waits_on(waiting, caplog, copy, begun_by, found):
     """It has not failed, and its mark stays: it is woken when its turn has come, or was already."""
-    call = Call("waiting", f"id-{copy}-{begun_by}", key="t:{waiting}", copy=copy, marked=True, bare=False)
+    call = Call(
+        "waiting", f"id-{copy}-{begun_by}", key="t:{waiting}", copy=copy, marked=True, has_header=True
+    )
     if begun_by is not None:
         client, place = client_for(waiting.app), call.place(600)
         park(client, place, copy=copy, since=1.0, call="message")
@@ -230,7 +232,7 @@ def test_call_without_a_header_whose_process_died_parked_waits_on(waiting, locks
     """As beat publishes a task that it has not imported: its key is that of its arguments."""
     delivered = Delivered(waiting)
     call = delivered.request.call._replace(key=waiting.lock_key())
-    assert delivered.request.call.bare
+    assert not delivered.request.call.has_header
     park(client_for(waiting.app), call.place(600), copy=call.copy, since=1.0, call="message")
     if begun:
         leave(client_for(waiting.app), call.place(600), copy="x1")
@@ -253,7 +255,7 @@ def test_call_without_a_header_that_died_before_it_waited_has_failed(waiting):
 def test_call_that_has_failed_with_its_process_does_not_run_later(waiting, policy):
     """It may have been sent again just before: told as failed, it starts nothing more. Its retry may run."""
     waiting.singleton = {"key": (), "on_conflict": policy}
-    call = Call("waiting", "id-1", key="t:{waiting}", bare=False)
+    call = Call("waiting", "id-1", key="t:{waiting}", has_header=True)
     assert killed(waiting, call)[0] == "FAILURE"
     again, retry = call._replace(waits=1), call._replace(attempt=1)
     for which, is_stale in ((again, True), (retry, False)):
@@ -265,7 +267,7 @@ def test_call_that_has_failed_with_its_process_does_not_run_later(waiting, polic
 
 def test_call_that_died_with_its_turn_has_failed(waiting, locks):
     """It was woken, and is in no line: no other message of it is on its way."""
-    call = Call("waiting", "id-1", key="t:{waiting}", copy="x1", marked=True, bare=False)
+    call = Call("waiting", "id-1", key="t:{waiting}", copy="x1", marked=True, has_header=True)
     park(client_for(waiting.app), call.place(600), copy="x1", since=1.0, call="message")
     locks.zrem("t:{waiting}:line", "id-1")
     assert killed(waiting, call)[0] == "FAILURE"
@@ -274,7 +276,7 @@ def test_call_that_died_with_its_turn_has_failed(waiting, locks):
 def test_child_that_dies_while_redis_is_away_has_failed(waiting, proxy, caplog):
     """Nothing tells that it waits, and the worker's event loop does not wait for that."""
     waiting.app.conf.setnx_url = proxy.url(LOCK_DB)
-    call = Call("waiting", "id-1", key="t:{waiting}", bare=False)
+    call = Call("waiting", "id-1", key="t:{waiting}", has_header=True)
     with proxy.black_hole():
         Delivered(waiting, call=call).request.on_failure(info_of(WorkerLostError("gone")))
     assert waiting.AsyncResult("id-1").state == "FAILURE"
@@ -291,7 +293,7 @@ def test_event_loop_asks_for_a_revoked_call_by_its_quick_client(waiting, monkeyp
 
     monkeypatch.setattr(request_module, "leave", leaving)
     monkeypatch.setattr(request_module, "revoked_tasks", {"id-1"})
-    call = Call("waiting", "id-1", key="t:{waiting}", copy="x1", bare=False)
+    call = Call("waiting", "id-1", key="t:{waiting}", copy="x1", has_header=True)
     client, place = client_for(waiting.app), call.place(600)
     park(client, place, copy="x1", since=1.0, call="message")
     leave(client, place, copy="x2")  # which has begun
@@ -316,7 +318,7 @@ def test_success_of_a_dead_process_is_taken_back_unless_its_result_is_known(
     task = app.task(body, base=SingletonTask, name="known", shared=False, singleton=options)
     task.backend = app.backend  # which another thread asks, too
     task.backend.persistent = True
-    call = Call("known", own_id or uuid.uuid4().hex, key="t:{known}", bare=False)
+    call = Call("known", own_id or uuid.uuid4().hex, key="t:{known}", has_header=True)
     task.backend.store_result(call.task_id, None, state)
     request = Delivered(task, call=call).request
     held = SetnxLock(locks, call.key, line=True).acquire(token=request._token).lock
@@ -339,7 +341,7 @@ def test_success_is_taken_back_though_redis_was_away_for_longer_than_the_lease(l
 
     options = {"key": (), "lease": 0.1, "dedupe": "until_done", "dedupe_for": 600}
     task = app.task(body, base=SingletonTask, name="daily", shared=False, singleton=options)
-    call = Call("daily", "id-1", key="t:{daily}", bare=False)
+    call = Call("daily", "id-1", key="t:{daily}", has_header=True)
     request = Delivered(task, call=call).request
     held = SetnxLock(locks, call.key, line=True).acquire(token=request._token).lock
     held.release(done_for=600)
@@ -392,7 +394,7 @@ def paced(server, locks) -> Any:
 
 def waits(paced: Any, locks: Any, task_id: str = "waits") -> Call:
     """A call in the line of the task's lock."""
-    call = Call("paced", task_id, key=paced.lock_key(), copy="x1", bare=False)
+    call = Call("paced", task_id, key=paced.lock_key(), copy="x1", has_header=True)
     park(locks, place_of(paced.app, call, 600), copy=ORIGINAL, since=1.0, call="message")
     return call
 

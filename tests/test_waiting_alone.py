@@ -134,7 +134,7 @@ def test_joiner_that_asks_again_keeps_its_place_and_its_courier(server, locks):
     """Its message may be lost with its worker: the line and its courier know it still, until it has ended."""
     lock = SetnxLock(locks, KEY, line=True)
     held = lock.acquire().lock
-    call = Call("t", "id-1", key=KEY, call_id="c", copy="x1", since=10.0, join="dead", bare=False)
+    call = Call("t", "id-1", key=KEY, call_id="c", copy="x1", since=10.0, join="dead", has_header=True)
     park(locks, call.place(600), copy="-", since=10.0, call="c")
     held.release()
     with running(server.url(1), call_id="c", copy="x1", since=10.0, join="dead") as task:
@@ -281,7 +281,7 @@ def test_courier_that_is_forbidden_to_look_comes_later(task, monkeypatch, caplog
     courier._visit(task, KEY, order.as_kwargs()["parked"])
     assert "The courier of t[id-1] comes back later" in caplog.text
     (told,) = couriers(task.app, "far")
-    assert ParkedCall.of(told["parked"]) == replace(order, call=order.call._replace(bare=False))
+    assert ParkedCall.of(told["parked"]) == replace(order, call=order.call._replace(has_header=True))
 
 
 def test_courier_of_a_call_that_cannot_be_sent_comes_later(server, locks, caplog):

@@ -39,7 +39,7 @@ SENT = {
     "bindings": ("topics", "feed.import"),
     "fanout": ("all", ""),
 }
-CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", bare=False)
+CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", has_header=True)
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ class Guard:
         else:
             call_id = os.urandom(6).hex()
         marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
-        return Call(*new[:3], key, call_id, options, marked, about=about, bare=False)
+        return Call(*new[:3], key, call_id, options, marked, about=about, has_header=True)
 
     def _marked_again(self, own: Mapping[str, Any], before: Call | None, key: str) -> bool | str | None:
         """Whether a retry's key is marked for it when it starts.

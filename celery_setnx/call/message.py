@@ -53,7 +53,7 @@ class Call(NamedTuple):
     asked: int = 0  # how often it has asked for that result
     about: str = ""  # what its key was made of, for people; empty if that is not to be shown
     route: Sequence[str] | None = None  # exchange and routing key for its body, if it came by others
-    bare: bool = True  # whether its message said nothing of it
+    has_header: bool = False  # whether its message says this of it
 
     @classmethod
     def of(cls, task: str, message: Mapping[str, Any]) -> Call:
@@ -80,7 +80,7 @@ class Call(NamedTuple):
             told = {name: told[name] for name in ("call_id", "options") if name in told}
         if again:
             told["again"] = True
-        return cls(task, plain.task_id, attempt, **told, bare=False)
+        return cls(task, plain.task_id, attempt, **told, has_header=True)
 
     @classmethod
     def before(cls, task: str, options: Mapping[str, Any]) -> Call | None:
@@ -95,7 +95,7 @@ class Call(NamedTuple):
             raise
         except Exception:  # noqa: BLE001 - another call's, if the headers of a request were handed on
             return None
-        return cls(task, id_of(task_id), attempt, **told, bare=False)
+        return cls(task, id_of(task_id), attempt, **told, has_header=True)
 
     @classmethod
     def told(cls, headers: Mapping[str, Any]) -> Call:
@@ -104,7 +104,7 @@ class Call(NamedTuple):
         attempt, told = _told(said, said["task"], said["id"])
         if not told.get("key"):
             raise ValueError(f"the call of {said['task']} has no key")
-        return cls(said["task"], said["id"], attempt, **told, bare=False)
+        return cls(said["task"], said["id"], attempt, **told, has_header=True)
 
     def as_headers(self) -> dict[str, Any]:
         """The header that says all this."""

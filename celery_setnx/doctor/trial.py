@@ -21,14 +21,13 @@ from celery_setnx.lock.line import (
     leave,
     note_due,
     park,
-    runs_instead,
     settle,
+    successor_of,
 )
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.marks import Mark, extend_all, free_all, mark_all
 from celery_setnx.lock.names import (
     due_names,
-    instead_name,
     line_names,
     mark_name,
     permit_names,
@@ -36,6 +35,7 @@ from celery_setnx.lock.names import (
     receipt_name,
     record_name,
     starts_name,
+    successor_name,
     ticket_name,
 )
 from celery_setnx.lock.receipt import has_receipt, write_receipt
@@ -162,7 +162,7 @@ def _try_sweep(client: redis.Redis, lines: str, key: str) -> None:
     note_due(client, lines, "check", key, within=0.0)
     claimed = claim(client, lines, ["check"])
     settle(client, lines, "check", key, claimed, within=None)
-    runs_instead(client, LineEntry(key, "check", 0, remember=5.0), of="check")
+    successor_of(client, LineEntry(key, "check", 0, remember=5.0), of="check")
 
 
 def _try_marks(client: redis.Redis, key: str) -> None:
@@ -182,7 +182,7 @@ def _receipt_of(key: str) -> str:
 
 def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
     """Delete what a trial has left, or let it lapse at once where that is forbidden."""
-    beside = (record_name(key), mark_name(key), ticket_name(key, "check"), instead_name(key, "check"))
+    beside = (record_name(key), mark_name(key), ticket_name(key, "check"), successor_name(key, "check"))
     permits = (*permit_names(key, 1), permits_name(key), starts_name(key), _receipt_of(key))
     due = due_names(lines, "check", in_cluster=is_cluster(client))
     with suppress(*REDIS_ERRORS):

@@ -23,12 +23,12 @@ from celery_setnx.lock.lock import DAY_S
 from celery_setnx.lock.names import (
     KNOWN_LINES,
     due_names,
-    instead_name,
     line_names,
     lock_and_task_id,
     permits_name,
     record_name,
     starts_name,
+    successor_name,
     ticket_name,
 )
 from celery_setnx.lock.record import ENDED, ORIGINAL, PLAIN, US, Holder, Terms, Turn, holder_of, turn_of
@@ -168,9 +168,9 @@ def goes_on(client: redis.Redis, place: LineEntry, *, copy: str) -> bool:
     return int(attempt) > place.attempt or begun_by != copy
 
 
-def runs_instead(client: redis.Redis, place: LineEntry, *, of: str) -> str:
+def successor_of(client: redis.Redis, place: LineEntry, *, of: str) -> str:
     """Which task runs in the stead of one that has died, for all who wait for it: the first who asks."""
-    name = instead_name(place.key, of)
+    name = successor_name(place.key, of)
     note = ("SET", name, place.task_id, "NX", "PX", str(_remember_ms(place)))
     replies = replies_to(client, [note, ("GET", name)])
     for reply in replies:

@@ -85,9 +85,9 @@ def names_to_look_at(lock_name: str) -> tuple[str, ...]:
     return (lock_name, *[f"{tag}:{what}" for what in beside])
 
 
-def instead_name(lock_name: str, task_id: str) -> str:
+def successor_name(lock_name: str, task_id: str) -> str:
     """The name of the key that says who runs in the stead of a task that died with the lock."""
-    return f"{tagged(lock_name)}:instead:{task_id}"
+    return f"{tagged(lock_name)}:successor:{task_id}"
 
 
 KNOWN_LINES = "setnx:brokers"

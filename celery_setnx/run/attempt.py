@@ -102,7 +102,7 @@ class Attempt:
         if not self.call.key:
             self.call = self.call._replace(key=self.lock.name)
         is_awaited = any(getattr(request, name, None) for name in _AWAITED)
-        if self.call.bare and self.options.dedupe_for and not is_awaited:
+        if not self.call.has_header and self.options.dedupe_for and not is_awaited:
             self.call = self.call._replace(unasked=True)  # its message says so if it comes back
         self.token = task_token(self.call.task_id, retries_of(request.retries), _nonce_of(request))
         self.keeper = keeper_for_process(self.lock.clock)
@@ -197,10 +197,10 @@ class Attempt:
         facts, is_eager = Facts(_named(self._policy)), bool(request.is_eager)
         facts.is_eager, facts.again = is_eager, bool(is_again and not is_eager)
         facts.has_begun = bool(call.again or request.retries)
-        facts.may_be_new = call.bare and not call.again
+        facts.may_be_new = not call.has_header and not call.again
         facts.joins = options.on_conflict == "join" and call.join is not None
         if options.dedupe == "until_started":
-            facts.asks_queued = call.bare and not (is_awaited or is_eager)
+            facts.asks_queued = not call.has_header and not (is_awaited or is_eager)
         if options.dedupe_for:
             facts.asks_done = is_done_asked and not (is_linked or is_eager)
         # A message that is acknowledged early has no twin: it has waited for the attempt before it. And a
@@ -252,7 +252,7 @@ class Attempt:
 
     def _rename(self) -> None:
         """The call with this task id has begun long ago. This is a new one, which has no ticket yet."""
-        self.call = self.call._replace(call_id=os.urandom(6).hex(), bare=False)
+        self.call = self.call._replace(call_id=os.urandom(6).hex(), has_header=True)
         self.facts.answer = None
         self.facts.may_be_new = self.facts.asks_queued = False
 

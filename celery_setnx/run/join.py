@@ -14,7 +14,7 @@ from celery_setnx.call.back import Dropped, come_back
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import leave_line
 from celery_setnx.connection import client_for
-from celery_setnx.lock.line import runs_instead
+from celery_setnx.lock.line import successor_of
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields
 from celery_setnx.options import UNSET, Options
@@ -64,7 +64,7 @@ def holders_end(
             break
         known_dead.add(joined)
         place = call.place(remember_s(task.app, options))
-        call = call._replace(join=runs_instead(client_for(task.app), place, of=joined), asked=0)
+        call = call._replace(join=successor_of(client_for(task.app), place, of=joined), asked=0)
     if not ended:  # it keeps its place and its courier: whoever dies while it asks, it comes again
         leave_line(task.app, call, stays=True)
         countdown = min(_ASK_AGAIN_S * 2.0 ** min(asked, 30), options.retry_delay_max)

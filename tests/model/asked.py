@@ -259,11 +259,11 @@ def _line(call: Call, draw: random.Random) -> Call:
     for task in draw.sample(tasks, draw.randint(1, len(tasks))):
         places.pop(task, None)
         calls.pop(task, None)
-        since, vain = now - draw.randrange(1, 9 * SECOND), pick((0, 1, 13))
+        since, misses = now - draw.randrange(1, 9 * SECOND), pick((0, 1, 13))
         place = pick((since, since, AWAY + now + pick(BESIDE), None))
         if place is not None:
             places[task] = place
-        wakes = str(Waiter(vain, draw.random() < 0.3, since, pick(("call", ""))))
+        wakes = str(Waiter(misses, draw.random() < 0.3, since, pick(("call", ""))))
         text = pick((wakes, wakes, f"@{now + pick(BESIDE)}", None) if (place or 0) < AWAY else (wakes, None))
         if text is not None:
             calls[task] = text

@@ -311,12 +311,12 @@ def _after_grant(call: Call, store: Store, caller: Caller, number: int, word: st
         store = store._replace(mark=None)
     store = _after_overtaking(call, store, caller, old)
     heir, place = heir_of(old), caller.place
-    vain = _vain_before(call, caller)
+    misses = _misses_before(call, caller)
     if place is not None and (caller.ticket or waiting(call.store) or place == heir):
         known = waiter(store, place)
-        vain = str(known.vain) if known else vain
+        misses = str(known.misses) if known else misses
         store = without_calls(out_of_line(store, place), place)
-    return _begun(call, store, caller, vain)
+    return _begun(call, store, caller, misses)
 
 
 def _starts_after(call: Call, start: Start) -> Starts:
@@ -350,20 +350,20 @@ def _after_overtaking(call: Call, store: Store, caller: Caller, old: Store) -> S
     return line_lasts(store, store.calls.lease)
 
 
-def _vain_before(call: Call, caller: Caller) -> str:
-    """How often this attempt was woken in vain, by its ticket."""
+def _misses_before(call: Call, caller: Caller) -> str:
+    """How often this attempt was woken and did not come, by its ticket."""
     is_same = caller.ticket is not None and caller.ticket.attempt == int(call.told[9])
-    return caller.ticket.vain if is_same and caller.ticket else "0"
+    return caller.ticket.misses if is_same and caller.ticket else "0"
 
 
-def _begun(call: Call, store: Store, caller: Caller, vain: str) -> Store:
+def _begun(call: Call, store: Store, caller: Caller, misses: str) -> Store:
     """Which of its messages has begun the attempt, if that is to be known."""
     copy, remember, attempt = call.told[5], int(call.told[6]), int(call.told[9])
     if caller.ticket is None and not remember:
         return store
     lease = remember or (caller.ticket.lease if caller.ticket else 0)
     task = call.keys[5][7:].decode()
-    tickets = {**dict(store.tickets), task: Ticket(f"{attempt}|{copy}|{vain}", lease)}
+    tickets = {**dict(store.tickets), task: Ticket(f"{attempt}|{copy}|{misses}", lease)}
     return store._replace(tickets=tuple(sorted(tickets.items(), key=lambda each: each[0].encode())))
 
 

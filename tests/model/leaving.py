@@ -65,10 +65,10 @@ def _left(call: Call) -> LeaveReply:
     is_again = number is not None and at(call.store, number).holder.token == token
     if lease == "":
         known, ticket = waiter(store, own), dict(store.tickets).get(task)
-        vain = ticket.vain if ticket is not None and ticket.attempt == int(attempt) else "0"
-        vain = str(known.vain) if known is not None else vain
+        misses = ticket.misses if ticket is not None and ticket.attempt == int(attempt) else "0"
+        misses = str(known.misses) if known is not None else misses
         store = without_calls(out_of_line(store, own), own) if own is not None else store
-        tickets = {**dict(store.tickets), task: Ticket(f"{attempt}|{copy}|{vain}", int(remember))}
+        tickets = {**dict(store.tickets), task: Ticket(f"{attempt}|{copy}|{misses}", int(remember))}
         store = store._replace(tickets=tuple(sorted(tickets.items(), key=lambda each: each[0].encode())))
     if number is None:
         return LeaveReply(store)

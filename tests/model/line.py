@@ -19,18 +19,18 @@ _WOKEN_WITH = re.compile(r"(\d+)(\+?)\|(\d+)\|(.*)", re.DOTALL)
 
 
 class Waiter(NamedTuple):
-    """What is known of a task that waits: how often it was handed the lock in vain, and `call` to wake it.
+    """What is known of a task that waits: its misses when it was handed the lock, and `call` to wake it.
 
     `comes`: a wake-up is on its way all the same. `since`: its place.
     """
 
-    vain: int
+    misses: int
     comes: bool
     since: int
     call: str
 
     def __str__(self) -> str:
-        return f"{self.vain}{'+' * self.comes}|{self.since}|{self.call}"
+        return f"{self.misses}{'+' * self.comes}|{self.since}|{self.call}"
 
 
 def waiter(store: Store, task: str | None) -> Waiter | None:
@@ -70,5 +70,5 @@ def passed_over(known: Waiter, now: int, lease: int) -> tuple[int, Waiter]:
 
     It is passed over for a lease, for twice as long each time, for an hour at most.
     """
-    away = min(lease * 2**known.vain, AWAY_AT_MOST)
-    return AWAY + now + away, Waiter(known.vain + 1, False, known.since, known.call)
+    away = min(lease * 2**known.misses, AWAY_AT_MOST)
+    return AWAY + now + away, Waiter(known.misses + 1, False, known.since, known.call)

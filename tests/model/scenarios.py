@@ -35,7 +35,7 @@ from tests.model.waiters import (
     one_permit_each,
     one_wake_up,
     pace_of_who_starts,
-    passed_over_in_vain,
+    passed_over_unwoken,
     serves_all,
     side_by_side,
     stands_where_it_stood,
@@ -443,18 +443,18 @@ OF_LINES = {
     ),
     # Nobody would wake it for a lease, though its hand-over only ended while it asked again, or parked.
     "passed over though not woken, asking again": Scenario(
-        lambda: Waiters(bound("ab", full="abc"), linger=True, **LATE), [passed_over_in_vain]
+        lambda: Waiters(bound("ab", full="abc"), linger=True, **LATE), [passed_over_unwoken]
     ),
-    "passed over though not woken": Scenario(lambda: Waiters("abc", slots=3, **LATE), [passed_over_in_vain]),
+    "passed over though not woken": Scenario(lambda: Waiters("abc", slots=3, **LATE), [passed_over_unwoken]),
     "passed over though not woken, retries": Scenario(
-        lambda: Waiters("ab", **HEARD, **SWEPT), [passed_over_in_vain]
+        lambda: Waiters("ab", **HEARD, **SWEPT), [passed_over_unwoken]
     ),
     # Who hands out several permits wakes everybody for whom one is kept.
     "passed over for a permit though not woken": Scenario(
-        lambda: Waiters("abc", slots=3, late_wakes=1, **TWO, **SWEPT), [passed_over_in_vain]
+        lambda: Waiters("abc", slots=3, late_wakes=1, **TWO, **SWEPT), [passed_over_unwoken]
     ),
     "passed over for a permit though not woken, a limit that was raised": Scenario(
-        lambda: Waiters("abcde", slots=3, **RAISED, **SWEPT), [passed_over_in_vain]
+        lambda: Waiters("abcde", slots=3, **RAISED, **SWEPT), [passed_over_unwoken]
     ),
     # With what wakes them, also while one that has been woken asks again.
     "known in line": Scenario(lambda: Waiters("ab", linger=True, retries={"a": 1}, **LATE), [known_in_line]),

@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """What each waiter is woken with, in order of its id (`vain|since|call`, see Waiter).
+    """What each waiter is woken with, in order of its id (`misses|since|call`, see Waiter).
 
     Or `@` and the time until which it asks by itself.
     """
@@ -61,7 +61,7 @@ class Calls(NamedTuple):
 
 
 class Ticket(NamedTuple):
-    """`attempt|copy|vain`: the attempt that waits, the message that has begun it, the wake-ups in vain."""
+    """`attempt|copy|misses`: the attempt that waits, the message that has begun it, its misses."""
 
     text: str
     lease: int
@@ -77,8 +77,8 @@ class Ticket(NamedTuple):
         return self.text.split("|")[1]
 
     @property
-    def vain(self) -> str:
-        """How often it was woken in vain."""
+    def misses(self) -> str:
+        """How often it was woken and did not come."""
         return self.text.split("|")[2]
 
 

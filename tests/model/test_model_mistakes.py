@@ -15,7 +15,7 @@ EVERY = bound(12, full=1)  # of the mutants
 NEED_MORE = bound(2, full=0)  # calls than there are
 AT_ONCE = 100
 OF_SCENARIOS = [
-    ("line, a lease ends too soon", "acquire", "'|' .. copy .. '|' .. vain", "'||' .. vain"),
+    ("line, a lease ends too soon", "acquire", "'|' .. copy .. '|' .. misses", "'||' .. misses"),
     (
         "line, children that die",
         "acquire",
@@ -28,7 +28,7 @@ OF_SCENARIOS = [
         "    if string.match(redis.call('HGET', calls, task) or '', '^%d') then return end\n",
         "",
     ),
-    ("line, tickets that are forgotten", "acquire", "'|' .. copy .. '|' .. vain", "'|' .. copy .. '|0'"),
+    ("line, tickets that are forgotten", "acquire", "'|' .. copy .. '|' .. misses", "'|' .. copy .. '|0'"),
     (
         "line, wake-ups alone, calls that leave",
         "acquire",

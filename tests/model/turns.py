@@ -68,7 +68,7 @@ def _is_live(permit: Store, now: int) -> bool:
     return bool(permit.value and NUMBER.fullmatch(permit.value)) and now < permit.holder.deadline
 
 
-def _is_in_vain(permit: Store, now: int) -> bool:
+def _has_missed(permit: Store, now: int) -> bool:
     """Whether a permit was handed to a task that has not come in time."""
     return heir_of(permit) is not None and ends(permit, now) == 0
 
@@ -122,7 +122,7 @@ def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
 
 
 def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
-    """A task's ticket says which attempt waits, and the wake-ups in vain.
+    """A task's ticket says which attempt waits, and how often it was woken and did not come.
 
     A courier may find that its call has begun, and was never woken in vain. Then the ticket is kept for a
     shorter time. Other tickets stay.
@@ -132,22 +132,22 @@ def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
     task, attempt, copy = call.told[:3]
     ms, tickets = int(call.told[5]), dict(call.store.tickets)
     if found.word not in REFUSED:
-        text = f"{attempt}||{_vain_of(call)}"
+        text = f"{attempt}||{_misses_of(call)}"
         tickets[task] = Ticket(text, ms)
     elif (found.word, copy) == ("stale", ""):
         ticket = tickets[task]
-        if (ticket.attempt, ticket.vain) == (int(attempt), "0"):
+        if (ticket.attempt, ticket.misses) == (int(attempt), "0"):
             tickets[task] = ticket._replace(lease=min(ticket.lease, ms))
     return dict(found.after.tickets) == tickets
 
 
-def _vain_of(call: Call) -> str:
-    """How often a task was woken in vain: as its own place says, or else the ticket of this attempt."""
+def _misses_of(call: Call) -> str:
+    """A task's misses: as its own place says, or else the ticket of this attempt."""
     task, attempt, *_, shared = call.told
     known, ticket = waiter(call.store, task), dict(call.store.tickets).get(task)
     if known is not None and not is_anothers(call, shared):
-        return str(known.vain)
-    return ticket.vain if ticket is not None and ticket.attempt == int(attempt) else "0"
+        return str(known.misses)
+    return ticket.misses if ticket is not None and ticket.attempt == int(attempt) else "0"
 
 
 def has_its_place(script: Script, call: Call, found: Played) -> bool:
@@ -165,7 +165,7 @@ def has_its_place(script: Script, call: Call, found: Played) -> bool:
         is_known = waiter(call.store, task) and not (ticket and ticket.attempt < int(attempt))
         is_handed = found.word == "handed"
         if not is_known or not (is_handed or (copy == "" and task in places)):
-            calls[task] = f"{_vain_of(call)}|{since}|{wakes}"
+            calls[task] = f"{_misses_of(call)}|{since}|{wakes}"
             places.update({} if is_handed else {task: int(since)})
     return _has_line(call, found, places, calls, lasts)
 
@@ -283,7 +283,7 @@ def _served(call: Call) -> int:
     def rank_of(permit: Store) -> int:
         if _is_kept(call, permit) or _is_given_up(call, permit):
             return 1
-        if _is_in_vain(permit, call.now):
+        if _has_missed(permit, call.now):
             return 3
         return 4 if ends(permit, call.now) == 0 else 5 if _has_died(call, permit) else 9
 
@@ -461,7 +461,7 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
     until = service.until if service.is_due else ends(service.permit, now)
     yield from [until] * (until not in (0, NEVER))
     yield from (place - AWAY for place in _places(after).values() if place >= AWAY)
-    if len(service.gone) == LOOKED_AT or any(_is_in_vain(permit, now) for _, permit in others):
+    if len(service.gone) == LOOKED_AT or any(_has_missed(permit, now) for _, permit in others):
         yield now
     if not waiting(after):
         return

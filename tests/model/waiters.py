@@ -941,7 +941,7 @@ def one_wake_up(world: Waiters, before: Scene, event: Event, after: Scene) -> bo
     return len(set(woken)) == len(woken)
 
 
-def passed_over_in_vain(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
+def passed_over_unwoken(world: Waiters, before: Scene, event: Event, after: Scene) -> bool:
     """Who is passed over was woken before, or is about to be, or to ask."""
     on_their_way = {m.task for m in after.broker if m.kind == "call" and m.copy != ORIGINAL}
     on_their_way |= {process.heir for process in after.processes}
@@ -1032,7 +1032,7 @@ def _canonical(store: Store, forgets: bool) -> Store:
     fields = []
     for task, call in store.calls.fields:
         who = waiter(store, task)
-        fields.append((task, str(who._replace(vain=min(who.vain, 1))) if who else call))
+        fields.append((task, str(who._replace(misses=min(who.misses, 1))) if who else call))
     tickets = [
         (task, Ticket(text[:-1] + "1" if text[-1] > "1" else text, lease if forgets else BEGUN_MS))
         for task, (text, lease) in store.tickets

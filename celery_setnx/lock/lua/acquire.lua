@@ -35,7 +35,7 @@ if not STARTS and not (LINE and redis.call('EXISTS', LINE, MARK, TICKET, PERMITS
   end
 end
 -- use: permits line ticket pace start claim
-local mark, known, waiters, ticket, line = false, false, 0, {vain = '0'}, LINE and line_of(LINE, CALLS)
+local mark, known, waiters, ticket, line = false, false, 0, {misses = '0'}, LINE and line_of(LINE, CALLS)
 if not only then
   mark, ticket, known = unpack(redis.call('MGET', MARK, TICKET, PERMITS))
   ticket, waiters = read_ticket(ticket, attempt, copy, copy == '-' and remember == '0'), count_waiting(LINE)
@@ -74,11 +74,11 @@ failed = failed or pace and note_start(pace, p, fence)
 if failed then return failed end
 if mark == call.task and not second then redis.call('DEL', MARK) end
 if line and p.heir and p.kind ~= 'for me' then
-  line.put_back(p.heir, now < p.deadline and 'overtaken' or 'in vain', lease)
+  line.put_back(p.heir, now < p.deadline and 'overtaken' or 'missed', lease)
 end
 local waited = line and call.me and (ticket.is_there or p.kind == 'for me' or waiters > 0)
-local vain = waited and line.leave(call.me) or ticket.vain
+local misses = waited and line.leave(call.me) or ticket.misses
 local ttl = remember ~= '0' and {'PX', remember} or ticket.is_there and {'KEEPTTL'}
-if TICKET and ttl then write_ticket(TICKET, attempt, copy, vain, unpack(ttl)) end
+if TICKET and ttl then write_ticket(TICKET, attempt, copy, misses, unpack(ttl)) end
 if value or waiters > 0 or mark then return answer(now + lease, fence) end
 return 'acquired ' .. now_text() .. ' ' .. fence .. (p.number > 0 and ' ' .. p.number or '')

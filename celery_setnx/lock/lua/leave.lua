@@ -24,12 +24,12 @@ for _, p in ipairs(all) do
   if is_its and is_kept or p.token == token and p.heir and p.is_live then its = its or p end
 end
 if not lease then
-  local vain = line.leave(is_its and task or '') or ticket.vain -- a full server allows this, and SET behind it
-  write_ticket(TICKET, attempt, copy, vain, 'PX', remember)
+  local misses = line.leave(is_its and task or '') or ticket.misses -- a full server allows this, and SET behind it
+  write_ticket(TICKET, attempt, copy, misses, 'PX', remember)
 end
 local heir, look = its and its.token == token and its.heir, ''
 if its and not heir then
-  line.put_back(task, 'in vain', lease) -- one that stays
+  line.put_back(task, 'missed', lease) -- one that stays
   local terms = (ARGV[8] or '0') ~= '0' and ARGV[8] or terms_in(known)
   local pace, start = pace_of(STARTS, terms), 0
   if pace then start = pace.till(count_handed(all) - (its.is_live and 1 or 0), AHEAD) end

@@ -1,9 +1,9 @@
 -- In front of the verbs that know of those who wait.
 --
 -- The line is a sorted set of task ids by the time (us) since which they wait. From AWAY on stand those that are passed
--- over, by AWAY and the time at which that ends. The calls are a hash by task id: `vain|since|call`, how often the task
--- was woken in vain, since when it waits, and the message that wakes it; `vain+|since|call` if a wake-up is on its way
--- already; or `@us`, until when the task asks again by itself.
+-- over, by AWAY and the time at which that ends. The calls are a hash by task id: `misses|since|call`, how often the
+-- task was woken and did not come, since when it waits, and the message that wakes it; `misses+|since|call` if that is
+-- on its way already; or `@us`, until when the task asks again by itself.
 
 local AWAY, WAITING = 4000000000000000, '(4000000000000000'
 
@@ -30,24 +30,24 @@ local function line_of(places, calls)
     return #tasks == 10 and '' -- there may be one behind them
   end
 
-  -- Returns how often the task was woken in vain, if that is known.
+  -- Returns how often the task was woken and did not come, if that is known.
   function line.leave(task)
-    local vain = string.match(redis.call('HGET', calls, task) or '', '^%d+')
+    local misses = string.match(redis.call('HGET', calls, task) or '', '^%d+')
     redis.call('ZREM', places, task)
     redis.call('HDEL', calls, task)
-    return vain
+    return misses
   end
 
-  -- Give a task its place again: `unsent`, as it was not woken; `overtaken`, with a wake-up on its way; or `in vain`:
+  -- Give a task its place again: `unsent`, as it was not woken; `overtaken`, with a wake-up on its way; or `missed`:
   -- then it is passed over for a lease, twice that the next time, and an hour at most.
   function line.put_back(task, how, lease)
-    local vain, since, call = string.match(redis.call('HGET', calls, task) or '', '^(%d+)%+?|(%d+)|(.*)$')
-    if not vain then return redis.call('HDEL', calls, task) end -- it asks again by itself, or has left
+    local misses, since, call = string.match(redis.call('HGET', calls, task) or '', '^(%d+)%+?|(%d+)|(.*)$')
+    if not misses then return redis.call('HDEL', calls, task) end -- it asks again by itself, or has left
     redis.call('ZREM', places, task) -- a full server allows this, and the others behind it
-    if how == 'overtaken' then redis.call('HSET', calls, task, vain .. '+|' .. since .. '|' .. call) end
-    if how == 'in vain' then
-      redis.call('HSET', calls, task, int(vain + 1) .. '|' .. since .. '|' .. call)
-      since = int(AWAY + now + math.min(lease * 2 ^ vain, HOUR))
+    if how == 'overtaken' then redis.call('HSET', calls, task, misses .. '+|' .. since .. '|' .. call) end
+    if how == 'missed' then
+      redis.call('HSET', calls, task, int(misses + 1) .. '|' .. since .. '|' .. call)
+      since = int(AWAY + now + math.min(lease * 2 ^ misses, HOUR))
     end
     redis.call('ZADD', places, since, task)
     keep_for(places, redis.call('PTTL', calls)) -- it may have been empty, and be there anew

@@ -29,23 +29,23 @@ end
 
 local ticket = read_ticket(redis.call('GET', TICKET), attempt, copy)
 if ticket.is_stale then
-  -- Woken once, and never in vain, it has no message left that comes later than its broker delivers again.
-  local is_last = ticket.is_this and copy == '' and ticket.vain == '0'
+  -- Woken once, and never missed its turn, it has no message left that comes later than its broker delivers again.
+  local is_last = ticket.is_this and copy == '' and ticket.misses == '0'
   if is_last and redis.call('PTTL', TICKET) > remember then redis.call('PEXPIRE', TICKET, int(remember)) end
   return answer('stale')
 end
 if shared and not ticket.waits and is_known(CALLS, task) then return answer('taken') end
 local kept = redis.call('HGET', CALLS, task) or ''
-local vain = string.match(kept, '^%d+') or ticket.vain
+local misses = string.match(kept, '^%d+') or ticket.misses
 -- Of an earlier attempt no message may start this one; and who was to ask again by itself may die before it does.
 local is_new = ticket.is_earlier or not string.match(kept, '^%d')
 local function keep()
-  redis.call('HSET', CALLS, task, vain .. '|' .. since .. '|' .. call)
+  redis.call('HSET', CALLS, task, misses .. '|' .. since .. '|' .. call)
   keep_for(CALLS, remember)
 end
 keep_for(LINE, remember) -- before they are written, too: a server that forbids this leaves nothing behind for ever
 keep_for(CALLS, remember)
-write_ticket(TICKET, attempt, '', vain, 'PX', remember)
+write_ticket(TICKET, attempt, '', misses, 'PX', remember)
 -- An attempt before it may have left with its place: it has its turn all the same. But its courier puts it back then.
 -- Past the deadline, too, while nobody else has it: one that was not woken would be passed over as if it had been.
 if p.value and p.heir == task and (copy == '' and kept ~= '' or copy ~= '' and p.is_ours) then

@@ -1,5 +1,5 @@
 -- Let a line go on: hand the lock to the first who waits, if it is free, or its holder is proved dead. A call to which
--- it was handed in vain is passed over (see line.lua).
+-- it was handed, and which did not come, is passed over (see line.lua).
 --
 -- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 permits, 6 starts, 7... the other permits' locks and records
 -- ARGV  1 token (new for every service: the lock's while it is kept), 2 hand over (us for which it is kept),
@@ -21,7 +21,7 @@ local terms = (ARGV[8] or '0') ~= '0' and ARGV[8] or terms_in(known)
 local limit, lapsed, line, pace = limit_of(terms), 0, line_of(LINE, CALLS), pace_of(STARTS, terms)
 local seen = by_kind(permits(7), limit, function(p)
   if p.heir and p.is_live then return (p.token == token or p.heir == absent) and 'asked' end
-  if p.heir then lapsed = lapsed + 1 end -- in vain: the heir is to have its place again, whatever else is free
+  if p.heir then lapsed = lapsed + 1 end -- missed: the heir is to have its place again, whatever else is free
   return p.heir and 'lapsed' or is_within(p, limit) and is_running(p, dead) and 'dead'
 end)
 local p = seen.asked or seen.lapsed or seen.free or seen.dead or seen.held
@@ -56,7 +56,7 @@ end
 
 if p.kind == 'held' then return answer('held', false, p.till < NEVER and p.till or 0) end
 if p.kind == 'asked' and p.token == token then return answer('handed', p.heir, p.deadline) end
-if p.heir then line.put_back(p.heir, unsent and 'unsent' or 'in vain', lease) end
+if p.heir then line.put_back(p.heir, unsent and 'unsent' or 'missed', lease) end
 local heir, deadline, are_more
 if not unsent and is_within(p, limit) and start == 0 then
   heir, deadline, are_more = hand_on(p, line, token, hand_over, remember)
