@@ -274,7 +274,12 @@ def tell_and_end(port: int, end: Callable[[], object]) -> None:
     end()
 
 
-@pytest.mark.parametrize("end", [partial(os._exit, 0), partial(signal.raise_signal, signal.SIGKILL)])
+def leave_at_once() -> None:
+    """As a pool's child ends."""
+    os._exit(0)
+
+
+@pytest.mark.parametrize("end", [leave_at_once, partial(signal.raise_signal, signal.SIGKILL)])
 def test_command_told_by_whoever_ends_at_once_is_executed(tmp_path, own, admin, end):
     """However it ends: what was sent is with the server."""
     forks.ended(tmp_path, tell_and_end, own.port, end)

@@ -171,8 +171,14 @@ def _note_holder(conflict: Conflict, found: ParkReply) -> float | None:
 def _announce(conflict: Conflict, call: Call, place: int) -> None:
     text = "%s waits in line, at place %d: %s."
     logger.info(text, call, place, conflict.reason, extra=fields("waits", call))
-    details = {"key": call.key, "about": call.about, "holder": conflict.holder, "place": place}
-    lock_waiting.send(sender=conflict.task, task_id=call.task_id, **details)
+    lock_waiting.send(
+        sender=conflict.task,
+        task_id=call.task_id,
+        key=call.key,
+        about=call.about,
+        holder=conflict.holder,
+        place=place,
+    )
 
 
 def _until(app: Celery, options: Options, since: float, server_time: float, expires: Any) -> float | None:
