@@ -41,7 +41,7 @@ from celery_setnx.run.cleanup import cleanup_of_process
 from celery_setnx.run.events import are_wanted, follow
 from celery_setnx.run.park import Parked, remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
-from celery_setnx.run.sweep import look_in, look_soon, see_to_sweeps
+from celery_setnx.run.sweep import look_again_in, look_soon, see_to_sweeps
 from celery_setnx.signals import lock_released
 from celery_setnx.wording import shortened, unstopped
 
@@ -64,7 +64,7 @@ def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
             self._has_returned = True
         error = _error_of(retval) if failed else None
         self._write_receipt(error)
-        look_in(self.app, error.look_in if isinstance(error, Parked) else None)
+        look_again_in(self.app, error.look_in_s if isinstance(error, Parked) else None)
         look_soon(self.app, self.task.name)
         return on_success(self, failed__retval__runtime, **kwargs)
 
@@ -202,7 +202,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(self._token)
-            look_in(self.app, give_turns(self.app, self.task.name, lock))
+            look_again_in(self.app, give_turns(self.app, self.task.name, lock))
             if has_failed and word == "lost" and not self._goes_on():  # it died before it had the lock
                 self._forget(has_died=True)
             return word == "freed"
@@ -243,7 +243,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
             self._forget()
             freed = lock.free_held(self.call.task_id)
             if freed:
-                look_in(self.app, look_within(self.app, self.task.name, lock.name, 0.0).look_in)
+                look_again_in(self.app, look_within(self.app, self.task.name, lock.name, 0.0).look_in_s)
             return freed
 
         self._free(free, "was revoked or has expired before its retry")

@@ -126,7 +126,7 @@ def test_release_into_a_rest_says_when_to_look_at_the_line(line):
     assert held.release(at_least_for=500) == "resting"
     (turn,) = lock.turns
     assert turn.heir is None
-    assert 490 < turn.look_in <= 500
+    assert 490 < turn.look_in_s <= 500
 
 
 def test_waiters_are_counted_and_the_first_hundred_are_seen(line):

@@ -81,8 +81,8 @@ def test_release_that_is_sent_again_has_the_line_looked_at(locks):
     park(locks, LineEntry(KEY, "first", 0, 600, terms=Terms(3, 1, 60.0)), copy=ORIGINAL, since=10.0, call="c")
     assert [held.release(), held.release()] == ["released"] * 2
     first, again = lock.turns
-    assert 55 < first.look_in <= 60
-    assert again.look_in == 0
+    assert 55 < first.look_in_s <= 60
+    assert again.look_in_s == 0
 
 
 def test_permit_that_was_handed_over_counts_as_a_start(app, locks, woken):

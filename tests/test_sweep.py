@@ -194,9 +194,9 @@ def test_line_is_due_when_the_first_of_two_says(app, locks, swept, monkeypatch, 
 def test_one_worker_looks_at_a_line_that_is_due_soon(app, locks):
     """The one that has noted it, until another notes a sooner time; and who asks for a timed task."""
     key, lines = key_name("t", "t", ""), lines_of(app)
-    assert note_due(locks, lines, "t", key, within=1).look_in == 1.0
-    assert note_due(locks, lines, "t", key, within=1.5).look_in is None
-    assert note_due(locks, lines, "t", key, within=0.3).look_in == 0.3
+    assert note_due(locks, lines, "t", key, within=1).look_in_s == 1.0
+    assert note_due(locks, lines, "t", key, within=1.5).look_in_s is None
+    assert note_due(locks, lines, "t", key, within=0.3).look_in_s == 0.3
     assert claim(locks, lines, ["t"]).next_s is None
     assert claim(locks, lines, ["t"], ["t"]).next_s == pytest.approx(0.3, abs=0.3)
 

@@ -159,18 +159,18 @@ def give_turn(app: Celery, task: str, key: str, turn: Turn | None) -> float | No
 
     Seconds after which somebody should look; None if a worker is to, or there is no need.
     """
-    if turn is not None and turn.look_in is not None:
-        return look_within(app, task, key, turn.look_in).look_in
+    if turn is not None and turn.look_in_s is not None:
+        return look_within(app, task, key, turn.look_in_s).look_in_s
     wake(app, turn and turn.heir, key)
     return None
 
 
 def give_turns(app: Celery, task: str, lock: SetnxLock) -> float | None:
     """As `give_turn`, of all that releases through this object have left to be done."""
-    look_in = None
+    look_in_s = None
     while lock.turns:
-        look_in = give_turn(app, task, lock.name, lock.turns.pop(0))
-    return look_in
+        look_in_s = give_turn(app, task, lock.name, lock.turns.pop(0))
+    return look_in_s
 
 
 def leave_line(
@@ -209,7 +209,7 @@ def let_the_line_go_on(
             later[key, heir.task_id] = partial(wake, app, heir, key)
         else:
             wake(app, heir, key)
-        if served.look_in != 0:  # else another permit may be free, and somebody waits
+        if served.look_in_s != 0:  # else another permit may be free, and somebody waits
             break
     return served
 
@@ -288,7 +288,7 @@ def next_look(served: ServeReply) -> float | None:
     """Seconds until somebody is to look at a line again; None if nobody waits there."""
     if not served.waits:
         return None
-    return _LOOK_S if served.look_in is None else min(max(served.look_in, _EARLIEST_S), _LOOK_S)
+    return _LOOK_S if served.look_in_s is None else min(max(served.look_in_s, _EARLIEST_S), _LOOK_S)
 
 
 def report_take_over(
@@ -346,7 +346,7 @@ def _is_dead(app: Celery, holder: Holder) -> bool:
     return settings_of(app).same_host and holder.state == "running" and is_surely_dead(holder.info)
 
 
-def look_in(remaining_s: float | None, lease: float) -> float:
+def due_in_s(remaining_s: float | None, lease: float) -> float:
     """Seconds after which to look at a lock again: at its holder's deadline, or to prove its death."""
     return min(_LOOK_S, lease if remaining_s is None else max(remaining_s, 0.0))
 

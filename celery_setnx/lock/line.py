@@ -278,11 +278,11 @@ class DueReply(NamedTuple):
 
     Attributes:
         epoch: What tells Redis' data from those before it lost them.
-        look_in: Seconds after which the caller's worker should look; None if that was noted before.
+        look_in_s: Seconds after which the caller's worker should look; None if that was noted before.
     """
 
     epoch: str
-    look_in: float | None = None
+    look_in_s: float | None = None
 
 
 def note_due(client: redis.Redis, lines: str, task: str, key: str, *, within: float) -> DueReply:

@@ -96,11 +96,11 @@ class Turn(NamedTuple):
 
     Attributes:
         heir: To whom it was handed, and who is to be woken; None if it was not.
-        look_in: Seconds after which somebody is to look at the line; None if there is no need.
+        look_in_s: Seconds after which somebody is to look at the line; None if there is no need.
     """
 
     heir: Heir | None
-    look_in: float | None
+    look_in_s: float | None
 
 
 class ServeReply(NamedTuple):
@@ -109,12 +109,12 @@ class ServeReply(NamedTuple):
     Attributes:
         heir: To whom the lock is handed; None if it is not.
         holder: Who has it otherwise; None if nobody does.
-        look_in: Seconds after which it is time to look again; None if nobody waits, or that is not known.
+        look_in_s: Seconds after which it is time to look again; None if nobody waits, or that is not known.
     """
 
     heir: Heir | None
     holder: Holder | None
-    look_in: float | None
+    look_in_s: float | None
 
     @property
     def waits(self) -> bool:

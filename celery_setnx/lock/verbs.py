@@ -269,12 +269,12 @@ def serve(
     word, now, value, record, heir, call, next_us = reply
     now_us = int(now)
     found = holder_of(value, record)
-    look_in = max(0.0, (int(next_us) - now_us) / US) if next_us != "0" else None
+    look_in_s = max(0.0, (int(next_us) - now_us) / US) if next_us != "0" else None
     if not heir:
-        return ServeReply(None, found if word == "held" else None, look_in)
+        return ServeReply(None, found if word == "held" else None, look_in_s)
     died = found if word == "taken_over" else None
     heir = Heir(heir, call, taken_over_from=died, server_time=now_us / US if died else 0.0)
-    return ServeReply(heir, None, look_in)
+    return ServeReply(heir, None, look_in_s)
 
 
 class IfSame(NamedTuple):

@@ -25,7 +25,7 @@ from celery_setnx.forks import between_forks
 from celery_setnx.lock.marks import Failure, Mark, forget_done, free_all
 from celery_setnx.lock.process import has_ended
 from celery_setnx.log import Log, fields, say_loudly
-from celery_setnx.run.sweep import look_in
+from celery_setnx.run.sweep import look_again_in
 from celery_setnx.threads import Lasting
 
 logger = Log("celery_setnx")
@@ -226,7 +226,7 @@ def _forget(batch: list[EndedCall]) -> None:
         if ended.has_place:
             between_forks.give_way()
             word, seconds = leave_line(ended.app, ended.call)
-            look_in(ended.app, seconds)
+            look_again_in(ended.app, seconds)
             if word == "stale":
                 continue  # another message has started it, and what there is may be that one's
         if ended.has_mark:

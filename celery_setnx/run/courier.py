@@ -29,10 +29,10 @@ from celery_setnx.call.message import Call, is_time
 from celery_setnx.call.queues import NoWayBack
 from celery_setnx.call.wake import (
     COURIER,
+    due_in_s,
     end_within,
     is_of_its_line,
     known_guard,
-    look_in,
     look_within,
     place_of,
     remaining_s,
@@ -212,7 +212,7 @@ def put_back(app: Celery, parked: ParkedCall, wait_s: float) -> tuple[ParkReply,
     if found.state == "handed" and copy:  # perhaps by one who has left it to workers that are no more
         send_again(app, parked)
     waits = found.state == "new" and wait_s > 0
-    within = wait_s if waits else look_in(remaining_s(found), parked.lease)
+    within = wait_s if waits else due_in_s(remaining_s(found), parked.lease)
     epoch = look_within(app, call.task, call.key, within).epoch
     # It may have ended before Redis forgot it; if Redis has forgotten nothing, another call with its id has.
     since = call.since if epoch != parked.epoch else 0.0

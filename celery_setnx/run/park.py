@@ -28,8 +28,8 @@ from celery_setnx.call.back import (
 from celery_setnx.call.delay import waits_in_broker
 from celery_setnx.call.message import LATEST, Call
 from celery_setnx.call.wake import (
+    due_in_s,
     is_of_its_line,
-    look_in,
     look_within,
     remaining_s,
 )
@@ -53,11 +53,11 @@ class Parked(Waits):
     """A call waits in line: its delivery has ended, and it is woken when its turn has come.
 
     Attributes:
-        look_in: Seconds after which this worker is to look at the line; None if it need not. It travels to
+        look_in_s: Seconds after which this worker is to look at the line; None if it need not. It travels to
             the worker's parent.
     """
 
-    look_in: float | None = None
+    look_in_s: float | None = None
 
 
 def remember_s(app: Celery, options: Options) -> float:
@@ -100,7 +100,7 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         return "waits", wait
     if found.state in ("stale", "taken"):
         return ("stale" if found.state == "stale" else "taken"), None
-    wait.look_in = _note_holder(conflict, found)
+    wait.look_in_s = _note_holder(conflict, found)
     # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
     if parks_first or (has_courier and found.state == "new"):
         _send_courier(conflict, parked, message, wait)
@@ -129,7 +129,7 @@ def _parked_call(conflict: Conflict, message: Message) -> ParkedCall:
 
 def _look_within(conflict: Conflict, holds_s: float | None) -> DueReply:
     call, lease = conflict.call, conflict.options.lease
-    return look_within(conflict.task.app, call.task, call.key, look_in(holds_s, lease))
+    return look_within(conflict.task.app, call.task, call.key, due_in_s(holds_s, lease))
 
 
 def _send_courier(conflict: Conflict, parked: ParkedCall, message: Message, wait: Parked) -> None:
@@ -164,8 +164,8 @@ def _note_holder(conflict: Conflict, found: ParkReply) -> float | None:
     holds_s = conflict.remaining_s if is_paced else remaining_s(found)
     ends_first = cast("Holder", conflict.outcome.ends_first)
     is_same = not is_paced and holder is not None and holder.token == ends_first.token
-    is_soon = look_in(holds_s, conflict.options.lease) <= SOON_S
-    return _look_within(conflict, holds_s).look_in if is_soon or not is_same else None
+    is_soon = due_in_s(holds_s, conflict.options.lease) <= SOON_S
+    return _look_within(conflict, holds_s).look_in_s if is_soon or not is_same else None
 
 
 def _announce(conflict: Conflict, call: Call, place: int) -> None:

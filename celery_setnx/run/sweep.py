@@ -321,7 +321,7 @@ def look_soon(app: Celery, task: str) -> None:
             looks.soon()
 
 
-def look_in(app: Celery, seconds: float | None) -> None:
+def look_again_in(app: Celery, seconds: float | None) -> None:
     """Have an app's workers in this process look at a line in so many seconds; None: there is no need."""
     for sweep in list(_sweeping):
         for looks in sweep.looks_of(app):

@@ -91,7 +91,7 @@ def line_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sweep_serves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A line that is due is looked at, and does not go on."""
-    unserved = SimpleNamespace(waits=1, look_in=None)
+    unserved = SimpleNamespace(waits=1, look_in_s=None)
     monkeypatch.setattr(sweep, "let_the_line_go_on", lambda *_args, **_more: unserved)
 
 
@@ -322,14 +322,14 @@ def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dead_are_not_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """The starts of a pace are looked at when a call returns, and not when its process has died."""
-    look_in = request.look_in
+    look_in_s = request.look_in_s
 
     def looking(*args: Any) -> None:
         thread = calls._playing.world.current
         if thread is None or thread.name != "ends":
-            look_in(*args)
+            look_in_s(*args)
 
-    monkeypatch.setattr(request, "look_in", looking)
+    monkeypatch.setattr(request, "look_again_in", looking)
 
 
 def put_back_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
