@@ -268,9 +268,9 @@ def test_command_that_was_told_and_has_failed_is_heard_of_with_the_next_ones_rep
 
 def tell_and_end(port: int, end: Callable[[], object]) -> None:
     """Tell a command, and end at once."""
-    client = redis.Redis(port=port)
+    client = redis.Redis(port=port, retry=Retry(NoBackoff(), 1))
     echo(client, "before")
-    tell(client, count("told"), unheard)
+    assert tell(client, count("told"), unheard)
     end()
 
 
