@@ -94,8 +94,10 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         if _asks_courier(conflict, order, parked, error, has_courier=has_courier):
             _send_courier(conflict, replace(order, epoch=""), message, parked)
         return "waits", parked
-    if found.state in ("stale", "taken"):
-        return ("stale" if found.state == "stale" else "taken"), None
+    if found.state == "stale":
+        return "stale", None
+    if found.state == "taken":
+        return "taken", None
     _note_holder(conflict, found)
     # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
     if parks_first or (has_courier and found.state == "new"):
