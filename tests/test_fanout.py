@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import redis
+from celery import Celery
 from kombu.exceptions import EncodeError, OperationalError
 from pydantic import create_model
 
@@ -230,6 +231,17 @@ def test_calls_may_be_tuples_lists_mappings_and_signatures(fan, broker):
     args = [["a", 1], ["b", 2], [], ["d", 4], ["e"]]
     kwargs = [{}, {}, {"name": "c", "more": 3}, {"more": 5}, {}]
     assert [message["body"][:2] for message in queued(broker)] == [[*both] for both in zip(args, kwargs)]
+
+
+def test_calls_of_a_task_without_dedupe_are_sent_where_no_lock_server_is_known():
+    """As its `delay` is: there is no mark to be taken, kept or freed."""
+    app = Celery("publishing", broker="memory://", set_as_current=False)
+
+    def greet(name: str) -> None: ...
+
+    task = app.task(base=SingletonTask, shared=False)(greet)
+    assert not task.delay("a").deduplicated
+    assert counted(task.fan_out(names_to(2))) == (2, 0, 0)
 
 
 @pytest.mark.parametrize("kind", [list, dict])

@@ -80,12 +80,14 @@ class Marking:
 
     def _extend(self, marks: Sequence[Mark]) -> None:
         """Keep marks for the lease. Nobody waits for the reply about a single one."""
+        if not marks:  # nor may there be a lock server
+            return
         client, ask = client_for(self._guard.app), partial(self._ask_to_extend, marks)
-        if len(marks) != 1 or not extend(client, marks[0], self._lease, failed=ask):
+        if len(marks) > 1 or not extend(client, marks[0], self._lease, failed=ask):
             ask()
 
     def _ask_to_extend(self, marks: Sequence[Mark]) -> None:
-        if marks and (error := extend_unless_away(client_for(self._guard.app), marks, self._lease)):
+        if error := extend_unless_away(client_for(self._guard.app), marks, self._lease):
             self._say(error, "was sent")
 
     def _say(self, error: Error, what: str) -> None:

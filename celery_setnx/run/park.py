@@ -98,8 +98,10 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         if _asks_courier(conflict, parked, wait, error, has_courier=has_courier):
             _send_courier(conflict, replace(parked, epoch=""), message, wait)
         return "waits", wait
-    if found.state in ("stale", "taken"):
-        return ("stale" if found.state == "stale" else "taken"), None
+    if found.state == "stale":
+        return "stale", None
+    if found.state == "taken":
+        return "taken", None
     wait.look_in_s = _note_holder(conflict, found)
     # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
     if parks_first or (has_courier and found.state == "new"):
