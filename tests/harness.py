@@ -17,7 +17,9 @@ import redis
 from celery import Celery
 
 from celery_setnx.call.wake import lines_of
+from celery_setnx.connection import client_for
 from celery_setnx.lock.names import due_names
+from celery_setnx.lock.wire import ask
 
 Value = TypeVar("Value")
 
@@ -227,6 +229,11 @@ def server_us(client: redis.Redis) -> int:
     """The server's clock in microseconds."""
     seconds, microseconds = client.time()  # type: ignore[misc]
     return int(seconds * 1_000_000 + microseconds)
+
+
+def settle_marks(app: Celery) -> None:
+    """Wait until the mark of the call that was published last is extended: no publisher waits for that."""
+    ask(client_for(app), ("PING",))
 
 
 def age(client: redis.Redis, key: str, seconds: float, living: Collection[str] = ()) -> None:

@@ -32,7 +32,7 @@ from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
 from tests.bounds import bound
 from tests.fanoutapp import BODIES, BROKER_DB, GATE, LOCK_DB, PARKED, QUEUE, STARTED, make_app, make_tasks
-from tests.harness import Worker, wait_until
+from tests.harness import Worker, settle_marks, wait_until
 from tests.proxy import Proxy
 from tests.versions.conditions import BATCHES, needs_batches, needs_dumped_models
 from tests.versions.conditions import needs_ignore_result_of_a_call as needs_ignore_result
@@ -413,6 +413,7 @@ def test_marks_last_for_the_queue_lease(fan, locks, monkeypatch, options, lease)
         options = {}
     began = time.monotonic()
     assert counted(fan.once.fan_out(names_to(5), batch_size=2, **options)) == (5, 0, 0)
+    settle_marks(fan.once.app)
     left = leases(locks)
     passed = time.monotonic() - began
     assert len(left) == 5

@@ -13,7 +13,7 @@ from celery.result import AsyncResult
 
 from celery_setnx import FanOutFailed
 from tests.docs.pages import blocks, text_of
-from tests.harness import DEADLINE_S, wait_until
+from tests.harness import DEADLINE_S, settle_marks, wait_until
 from tests.versions.conditions import LOSES_RESULTS
 
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -81,6 +81,7 @@ def test_collected_changes_are_one_call(pages, locks):
     for block in pages.rest("one-pending"):
         locks.flushdb()  # each block begins anew
         pages.execute("one-pending", block, names)
+    settle_marks(names["reindex"].app)
     assert locks.pttl(f"{names['reindex'].lock_key(7)}:queued") > 3_600_000
     assert names["save"](7, "somewhere else").deduplicated
 

@@ -13,7 +13,7 @@ from celery_setnx import SingletonTask, send_task
 from celery_setnx.call import later as later_module
 from celery_setnx.lock.marks import GRACE_S
 from celery_setnx.lock.names import mark_name
-from tests.harness import raising
+from tests.harness import raising, settle_marks
 
 LEASE = 600
 
@@ -93,6 +93,7 @@ def arguments(task: Any) -> list[Any]:
 
 def left_s(locks: Any, task: Any, order: Any) -> float:
     """Seconds for which the mark of a call lasts; less than 0 if there is none."""
+    settle_marks(task.app)
     return float(locks.pttl(mark_name(task.lock_key(order)))) / 1000
 
 

@@ -19,7 +19,7 @@ from celery_setnx.lock import verbs
 from celery_setnx.lock.names import mark_name
 from celery_setnx.testing import pass_time
 from tests.conftest import LOCK_DB
-from tests.harness import Journal, wait_until
+from tests.harness import Journal, settle_marks, wait_until
 from tests.proxy import Proxy
 from tests.stage import assert_one_at_a_time, redeliver, revoke, unacknowledged
 
@@ -87,6 +87,7 @@ def test_mark_of_a_retry_is_not_shortened_by_a_slow_publisher(tasks, journal, lo
         tasks.done_twice.delay("a", 7200)
     finally:
         after_task_publish.disconnect(slow)
+    settle_marks(tasks.done_twice.app)
     assert 10_700_000 < locks.pttl(mark_of(tasks.done_twice, "a")) <= 10_800_000
 
 

@@ -18,7 +18,7 @@ from celery_setnx.exceptions import FanOutFailed
 from celery_setnx.lock.names import line_names
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
-from tests.harness import Journal, wait_until
+from tests.harness import Journal, settle_marks, wait_until
 from tests.topologies.conftest import APP
 from tests.topologies.contract import each_key_runs_once
 from tests.topologies.rabbitmq import RabbitMQ
@@ -187,6 +187,7 @@ def test_call_is_marked_through_its_countdown(tasks, locks, journal, gates, name
     began = time.monotonic()
     first = tasks.once.apply_async([name], **options)
     mark = f"{tasks.once.lock_key(name)}:queued"
+    settle_marks(tasks.once.app)
     left_s = locks.pttl(mark) / 1000
     assert QUEUE_LEASE_S + 1.9 - (time.monotonic() - began) < left_s <= QUEUE_LEASE_S + 2
     again = tasks.once.apply_async([name], **options)
