@@ -124,7 +124,7 @@ def test_call_that_never_waits_leaves_no_ticket(locks, marked):
 
 def threads() -> int:
     """How many threads free what ended calls leave behind."""
-    return sum(thread.name == "celery_setnx-ends" for thread in threading.enumerate())
+    return sum(thread.name == "celery_setnx-cleanup" for thread in threading.enumerate())
 
 
 def test_marks_of_many_ended_calls_are_freed_by_one_thread_many_at_a_time(monkeypatch, marked):

@@ -1,7 +1,7 @@
-"""What ends in a worker's parent: children that die, and calls that end before their run could begin.
+"""The cleanup after children that die, and after calls that end before their run could begin.
 
-One thread frees the locks, marks and places that they leave behind: the parent's event loop must wait neither
-for a child's end nor for Redis.
+A thread of the worker's parent frees the locks, marks and places that they leave behind: the parent's event
+loop must wait neither for a child's end nor for Redis.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Cleanup:
         self._retries: dict[Any, float] = {}
         self._changed = threading.Event()
         self._has_ended = threading.Event()
-        self._thread = Lasting("celery_setnx-ends", self._turn, in_parent=True)
+        self._thread = Lasting("celery_setnx-cleanup", self._turn, in_parent=True)
         self._goes_on = False
         self._asks_again_at = 0.0
         self._fails = False
@@ -261,10 +261,10 @@ def _survive(free: Callable[[], object]) -> object:
 def cleanup_of_process() -> Cleanup:
     """The one of this process, made at first use: threads do not survive a fork."""
     pid = os.getpid()
-    ends = _of_process.get(pid)
-    if ends is None:
-        ends = _of_process.setdefault(pid, Cleanup())
-    return ends
+    cleanup = _of_process.get(pid)
+    if cleanup is None:
+        cleanup = _of_process.setdefault(pid, Cleanup())
+    return cleanup
 
 
 _of_process: dict[int, Cleanup] = {}
