@@ -374,7 +374,7 @@ class Looks:
         self.looks.append(self._look())
 
     def within(self, seconds: float | None) -> None:
-        if seconds is not None and seconds <= SOON_S:
+        if seconds is not None and seconds < SOON_S:
             self.soon()
 
 

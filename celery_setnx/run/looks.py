@@ -68,7 +68,7 @@ class TimedLooks:
 
     def within(self, seconds: float | None) -> None:
         """Look in so many seconds, too, if that is soon; None if there is no need."""
-        if seconds is None or seconds > SOON_S:
+        if seconds is None or seconds >= SOON_S:
             return
         at = time.monotonic() + seconds
         with self._noting:  # a sweep and a look may say it at a time

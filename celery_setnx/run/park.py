@@ -166,7 +166,7 @@ def _note_holder(conflict: Conflict, found: ParkReply) -> float | None:
     holds_s = conflict.remaining_s if is_paced else remaining_s(found)
     ends_first = cast("Holder", conflict.outcome.ends_first)
     is_same = not is_paced and holder is not None and holder.token == ends_first.token
-    is_soon = due_in_s(holds_s, conflict.options.lease) <= SOON_S
+    is_soon = due_in_s(holds_s, conflict.options.lease) < SOON_S
     return _look_within(conflict, holds_s).look_in_s if is_soon or not is_same else None
 
 

@@ -252,7 +252,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     def _serve(
         self, app: Celery, lines: str, task: str, entry: str, claimed: DueLines, later: Later | None
     ) -> float | None:
-        """Let a line go on, or send one call: seconds until it is time to look at it again."""
+        """Let a line go on, or send one call: seconds until it is time to look at the line again."""
         key, task_id = lock_and_task_id(entry)
         try:
             if task_id.startswith(END):
@@ -269,7 +269,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             within = _TIMED_AGAIN_S if _is_timed(app, task) else _AGAIN_S
             text = "The line of %s was not served, and is in %g s: %s"
             logger.info(text, key, within, error, extra=fields(task=task, key=key))
-        return settle(self._client, lines, task, entry, claimed, within=within)
+        due_in = settle(self._client, lines, task, entry, claimed, within=within)
+        return None if task_id else due_in  # of one call, it is left to a worker that can send it
 
     def _look_after(self, app: Celery, request: CourierRequest, slot: Slot | None) -> None:
         """Send a call that will not run, to be thrown away; put one back that Redis has lost."""
