@@ -22,12 +22,12 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.wake import give_turns, lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
-from celery_setnx.lock.line import LineEntry, note_due, park
+from celery_setnx.lock.line import SOON_S, LineEntry, note_due, park
 from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
 from celery_setnx.lock.verbs import serve
-from celery_setnx.run import looks
+from celery_setnx.run import looks, sweep
 from celery_setnx.run.attempt import Attempt
 from celery_setnx.run.looks import EARLIEST_S, SweepReport, TimedLooks
 from celery_setnx.run.run import run
@@ -121,6 +121,15 @@ def test_each_line_is_looked_at_when_it_is_due(now):
     while timed._left_s() < math.inf:
         timed._turn()
     assert looked == [0.3, 0.9, 1.5]
+
+
+def test_what_is_due_in_two_seconds_is_left_to_a_sweep(now):
+    """By whichever worker: one would have the line for itself, and may not know its holder dead."""
+    timed = stepped(lambda: SweepReport(1, None), now)
+    timed.within(SOON_S)
+    assert timed._left_s() == math.inf
+    timed.within(SOON_S - 0.01)
+    assert timed._left_s() == pytest.approx(SOON_S - 0.01)
 
 
 def test_looks_are_no_closer_than_a_moment(now):
@@ -235,6 +244,14 @@ def test_look_asks_no_result_backend_and_the_sweep_does(bills, monkeypatch):
     bills.step._wait_s = 0.0
     assert bills.step._turn(bills.app)
     assert asked == ["retried"]
+
+
+def test_call_that_another_worker_is_to_send_has_no_look_here(bills, monkeypatch):
+    """This one would come first each time, and send nothing."""
+    monkeypatch.setattr(sweep, "send_from_line", lambda *_told: 0.5)
+    note_due(bills.locks, lines_of(bills.app), "bill", f"{bills.key}\nid-1", within=0.0)
+    report = bills.step._look(bills.app)
+    assert (report.lines, report.next_s) == (1, None)
 
 
 def test_receivers_of_a_take_over_run_in_no_look(bills, monkeypatch):
