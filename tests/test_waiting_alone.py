@@ -27,7 +27,7 @@ from celery_setnx.run.conflict import Conflict
 from celery_setnx.run.courier import ParkedCall
 from celery_setnx.run.join import holders_end
 from celery_setnx.run.park import Parked
-from tests.harness import age, due_set, raising
+from tests.harness import age, due_set, raising, server_us
 
 KEY = "setnx:{t}"
 GONE = "redis://127.0.0.1:1/0"
@@ -206,6 +206,20 @@ def test_woken_call_that_has_had_its_lock_is_parked_with_another_courier(server,
             stand_in_line(task, call, Options(on_conflict="wait"), outcome)
         assert len(couriers(task.app, "far")) == had_its_lock
     assert have_begun(locks, [call.place(600)]) == [None]
+
+
+def test_line_of_a_lock_that_rests_since_the_conflict_is_due_when_the_rest_is_over(server, locks):
+    """Its release has noted nothing, as nobody waited yet: a policy of one's own may take its time."""
+    held = SetnxLock(locks, KEY, line=True, lease=30).acquire().lock
+    outcome = SetnxLock(locks, KEY, line=True, lease=30).acquire()
+    assert held.release(at_least_for=5) == "resting"
+    call = Call("t", "id-1", key=KEY, since=outcome.server_time)
+    with running(server.url(1)) as task:
+        with pytest.raises(Parked):
+            stand_in_line(task, call, Options(on_conflict="wait"), outcome)
+        assert len(couriers(task.app, "far")) == 1
+        due_s = (locks.zscore(due_set(task.app, "t"), KEY) - server_us(locks)) / 1e6
+    assert 4 < due_s <= 5
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task, monkeypatch):

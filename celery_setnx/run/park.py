@@ -165,9 +165,14 @@ def _note_holder(conflict: Conflict, found: ParkReply) -> float | None:
     is_paced, holder = conflict.outcome.paced, found.holder
     holds_s = conflict.remaining_s if is_paced else remaining_s(found)
     ends_first = cast("Holder", conflict.outcome.ends_first)
-    is_same = not is_paced and holder is not None and holder.token == ends_first.token
+    is_same = not is_paced and holder is not None and _who(holder) == _who(ends_first)
     is_soon = due_in_s(holds_s, conflict.options.lease) <= SOON_S
     return _look_within(conflict, holds_s).look_in_s if is_soon or not is_same else None
+
+
+def _who(holder: Holder) -> tuple[str, str]:
+    """Whose lock it is, and in which state: one that rests by now did so before anybody waited."""
+    return holder.token, holder.state
 
 
 def _announce(conflict: Conflict, call: Call, place: int) -> None:
