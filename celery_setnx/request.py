@@ -65,7 +65,7 @@ def _noting(on_success: Callable[..., Any]) -> Callable[..., Any]:
         error = _error_of(retval) if failed else None
         self._write_receipt(error)
         look_again_in(self.app, error.look_in_s if isinstance(error, Parked) else None)
-        look_soon(self.app, self.task.name)
+        look_soon(self.app, self.call)
         return on_success(self, failed__retval__runtime, **kwargs)
 
     return note

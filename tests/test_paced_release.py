@@ -8,9 +8,10 @@ from celery import Celery
 from celery_setnx import SetnxLock
 from celery_setnx.call import wake
 from celery_setnx.call.wake import give_turns, lines_of
-from celery_setnx.lock.line import LineEntry, park
-from celery_setnx.lock.names import key_name
+from celery_setnx.lock.line import LineEntry, leave, park
+from celery_setnx.lock.names import key_name, starts_name
 from celery_setnx.lock.record import ORIGINAL, Terms
+from celery_setnx.lock.verbs import serve
 from tests.harness import due_set, server_us
 
 KEY = key_name("t", "t", "")
@@ -82,6 +83,22 @@ def test_release_that_is_sent_again_has_the_line_looked_at(locks):
     assert [held.release(), held.release()] == ["released"] * 2
     first, again = lock.turns
     assert 55 < first.look_in_s <= 60
+    assert again.look_in_s == 0
+
+
+def test_call_that_leaves_again_has_the_line_looked_at(locks):
+    """Its worker asks twice when it is revoked, or the reply was lost: no start was left for the next."""
+    terms = Terms(3, 1, 60.0)
+    first, second = (LineEntry(KEY, task_id, 0, 600, terms=terms) for task_id in ("first", "second"))
+    for place in (first, second):
+        park(locks, place, copy=ORIGINAL, since=10.0, call="c")
+    lock = paced_lock(locks, 1)
+    assert serve(lock, knows_terms=True).heir.task_id == "first"
+    start_us = int(server_us(locks))
+    locks.zadd(starts_name(KEY), {f"{start_us}#1#1": start_us})  # as of one that was woken late
+    locks.pexpire(starts_name(KEY), 60_000)
+    once, again = (leave(locks, first, copy="c1").turn for _ in range(2))
+    assert 55 < once.look_in_s <= 60
     assert again.look_in_s == 0
 
 

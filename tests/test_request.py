@@ -1,5 +1,6 @@
 """What ends in a worker's parent, without a worker."""
 
+import math
 import subprocess
 import sys
 import threading
@@ -15,9 +16,9 @@ from celery import Celery
 from celery_setnx import SetnxLock, SingletonTask
 from celery_setnx import request as request_module
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import place_of
+from celery_setnx.call.wake import lines_of, place_of
 from celery_setnx.connection import client_for, quick_client_for
-from celery_setnx.lock.line import SOON_S, leave, park
+from celery_setnx.lock.line import SOON_S, leave, note_due, park
 from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, task_token
@@ -25,6 +26,7 @@ from celery_setnx.lock.verbs import serve
 from celery_setnx.run import cleanup as cleanup_module
 from celery_setnx.run import sweep as sweep_module
 from celery_setnx.run.cleanup import Cleanup, cleanup_of_process
+from celery_setnx.run.sweep import Sweep
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered, info_of
 from tests.harness import due_set, raising, server_us, wait_until
@@ -422,6 +424,20 @@ def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch, star
     request.free_dead()
     assert is_noted(paced, locks)
     assert swept.looks == looks
+
+
+def test_end_of_a_call_with_a_rest_of_its_own_asks_when_its_line_is_due(waiting, monkeypatch):
+    """And from then on a look is told when lines of its task are due: others may rest, too."""
+    step = Sweep(SimpleNamespace(app=waiting.app))
+    step._client, step._thread = client_for(waiting.app), SimpleNamespace(runs=True)
+    step._looks._thread = SimpleNamespace(runs=True)
+    monkeypatch.setattr(sweep_module, "_sweeping", {step})
+    note_due(step._client, lines_of(waiting.app), "waiting", waiting.lock_key(), within=1)
+    for options, left_s in (({}, math.inf), ({"at_least_for": 1}, 0.0)):
+        call = Call("waiting", "id-1", key="t:{waiting}", options=options, has_header=True)
+        Delivered(waiting, call=call).ends()
+        assert step._looks._left_s() == left_s
+        assert (step.sweep(waiting.app, is_early=True).next_s is None) == (left_s > 0)
 
 
 def test_retry_that_will_not_come_asks_for_a_look(paced, locks, monkeypatch):

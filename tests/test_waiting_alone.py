@@ -15,7 +15,7 @@ from celery_setnx import LockForbidden, LockRefused, LockUnavailable, SetnxLock,
 from celery_setnx.call.back import ComesBack, Message, Waits
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import COURIER, give_turns, wake
+from celery_setnx.call.wake import COURIER, give_turns, look_within, wake
 from celery_setnx.lock.line import have_begun, park
 from celery_setnx.lock.names import line_names, ticket_name
 from celery_setnx.lock.outcome import Outcome
@@ -27,7 +27,7 @@ from celery_setnx.run.conflict import Conflict
 from celery_setnx.run.courier import ParkedCall
 from celery_setnx.run.join import holders_end
 from celery_setnx.run.park import Parked
-from tests.harness import age, due_set, raising
+from tests.harness import age, due_set, raising, server_us
 
 KEY = "setnx:{t}"
 GONE = "redis://127.0.0.1:1/0"
@@ -206,6 +206,40 @@ def test_woken_call_that_has_had_its_lock_is_parked_with_another_courier(server,
             stand_in_line(task, call, Options(on_conflict="wait"), outcome)
         assert len(couriers(task.app, "far")) == had_its_lock
     assert have_begun(locks, [call.place(600)]) == [None]
+
+
+def test_line_of_a_lock_that_rests_since_the_conflict_is_due_when_the_rest_is_over(server, locks):
+    """Its release has noted nothing, as nobody waited yet: a policy of one's own may take its time."""
+    held = SetnxLock(locks, KEY, line=True, lease=30).acquire().lock
+    outcome = SetnxLock(locks, KEY, line=True, lease=30).acquire()
+    assert held.release(at_least_for=5) == "resting"
+    call = Call("t", "id-1", key=KEY, since=outcome.server_time)
+    with running(server.url(1)) as task:
+        with pytest.raises(Parked):
+            stand_in_line(task, call, Options(on_conflict="wait"), outcome)
+        assert len(couriers(task.app, "far")) == 1
+        due_s = (locks.zscore(due_set(task.app, "t"), KEY) - server_us(locks)) / 1e6
+    assert 4 < due_s <= 5
+
+
+@pytest.mark.parametrize("is_free", [True, False], ids=["free for those who wait", "about to end"])
+def test_call_that_has_noted_its_line_tells_its_worker_to_look_though_it_parks_later(server, locks, is_free):
+    """Nobody else does: who notes it again has not brought the time forward."""
+    if not is_free:
+        assert SetnxLock(locks, KEY, line=True, lease=1.5).acquire().acquired
+    park(locks, Call("t", "first", key=KEY).place(600), copy=ORIGINAL, since=10.0, call="c")
+    outcome = SetnxLock(locks, KEY, line=True).acquire()
+    assert outcome.is_due == is_free
+    call = Call("t", "id-1", key=KEY, since=outcome.server_time)
+    with running(server.url(1)) as task:
+        if is_free:
+            look_within(task.app, "t", KEY, 0.0)  # as its attempt has done
+        else:
+            outcome = outcome._replace(remaining_s=0.5)
+        with pytest.raises(Parked) as caught:
+            stand_in_line(task, call, Options(on_conflict="wait"), outcome)
+        assert len(couriers(task.app, "far")) == 1
+    assert caught.value.look_in_s == (0.0 if is_free else 0.5)
 
 
 def test_call_that_no_courier_can_look_after_does_not_wait(task, monkeypatch):

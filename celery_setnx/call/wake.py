@@ -174,9 +174,9 @@ def give_turns(app: Celery, task: str, lock: SetnxLock) -> float | None:
 
 
 def leave_line(
-    app: Celery, call: Call, remember: float = BEGUN_S, *, stays: bool = False
+    app: Celery, call: Call, remember: float = BEGUN_S, *, stays: int = 0
 ) -> tuple[str, float | None]:
-    """Let a call leave the line that need not run; one that `stays` gives back what was handed to it.
+    """Let a call leave the line that need not run; or give back what was handed to it, if it `stays`.
 
     The word, and as `give_turn`.
     """

@@ -137,12 +137,14 @@ class LeaveReply(NamedTuple):
     turn: Turn | None
 
 
-def leave(client: redis.Redis, place: LineEntry, *, copy: str, stays: bool = False) -> LeaveReply:
+def leave(client: redis.Redis, place: LineEntry, *, copy: str, stays: int = 0) -> LeaveReply:
     """Leave the line, so that no message of this attempt starts it. Whoever is next has its turn.
 
-    One that `stays` only gives back what was handed to it, and is passed over for a while.
+    One that stays only gives back what was handed to it, and is passed over for a while; `stays` counts how
+    often it has done so, this time included.
     """
-    token = sha1(f"{place.task_id}|{place.attempt}|{copy}".encode("utf-8", "replace")).hexdigest()
+    told = f"{place.task_id}|{place.attempt}|{copy}|{stays}"
+    token = sha1(told.encode("utf-8", "replace")).hexdigest()
     lease_us = round(place.lease * US)
     argv: tuple[Any, ...] = (place.task_id, place.attempt, copy, _remember_ms(place), int(place.shared))
     argv += (token, min(HAND_OVER_US, lease_us), place.terms or 0, lease_us if stays else "")

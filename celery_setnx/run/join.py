@@ -66,7 +66,7 @@ def holders_end(
         place = call.place(remember_s(task.app, options))
         call = call._replace(join=successor_of(client_for(task.app), place, of=joined), asked=0)
     if not ended:  # it keeps its place and its courier: whoever dies while it asks, it comes again
-        leave_line(task.app, call, stays=True)
+        leave_line(task.app, call, stays=asked + 1)
         countdown = min(_ASK_AGAIN_S * 2.0 ** min(asked, 30), options.retry_delay_max)
         reason = f"the result of {joined}, which it has waited for, is not stored"
         come_back(task, call._replace(asked=asked + 1), countdown, reason)

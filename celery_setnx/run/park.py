@@ -83,7 +83,8 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
     """
     task, met = conflict.task, conflict.call
     app, message = task.app, Message.of(task)
-    parked = _parked_call(conflict, message)
+    noted = _look_within(conflict, conflict.remaining_s)
+    parked = _parked_call(conflict, message, noted.epoch)
     wait = Parked(conflict.reason, deliverable(app, parked.pace(conflict.server_time)))
     # A woken call has a courier until it begins. The ticket of a call that has begun sends couriers away
     # until the call is parked again. If the broker still has its message, it may park first.
@@ -102,7 +103,10 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         return "stale", None
     if found.state == "taken":
         return "taken", None
-    wait.look_in_s = _note_holder(conflict, found)
+    look_in_s = _note_holder(conflict, found)
+    if look_in_s is None:  # it was noted before: by this call, perhaps
+        look_in_s = 0.0 if conflict.outcome.is_due else noted.look_in_s
+    wait.look_in_s = look_in_s
     # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
     if parks_first or (has_courier and found.state == "new"):
         _send_courier(conflict, parked, message, wait)
@@ -114,8 +118,8 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
     return "waits", wait
 
 
-def _parked_call(conflict: Conflict, message: Message) -> ParkedCall:
-    """What the courier of the call is told. The line is noted as due at the holder's deadline."""
+def _parked_call(conflict: Conflict, message: Message, epoch: str) -> ParkedCall:
+    """What the courier of the call is told."""
     task, options = conflict.task, conflict.options
     app, call = task.app, conflict.call._replace(waits=conflict.call.waits + 1, asked=0)
     return ParkedCall(
@@ -125,7 +129,7 @@ def _parked_call(conflict: Conflict, message: Message) -> ParkedCall:
         lease=options.lease,
         queue_lease=options.queue_lease,
         remember=remember_s(app, options),
-        epoch=_look_within(conflict, conflict.remaining_s).epoch,
+        epoch=epoch,
     )
 
 
@@ -160,14 +164,15 @@ def _asks_courier(
 def _note_holder(conflict: Conflict, found: ParkReply) -> float | None:
     """Note when to look at the line, unless the holder is the same: a sweep may have seen it empty.
 
-    In how many seconds this worker is to look; None if another one is to, or a sweep.
+    In how many seconds this worker is to look; None if that was noted before.
     """
     is_paced, holder = conflict.outcome.paced, found.holder
     holds_s = conflict.remaining_s if is_paced else remaining_s(found)
     ends_first = cast("Holder", conflict.outcome.ends_first)
-    is_same = not is_paced and holder is not None and holder.token == ends_first.token
+    # One that rests by now began to before anybody waited.
+    is_same = holder is not None and (holder.token, holder.state) == (ends_first.token, ends_first.state)
     is_soon = due_in_s(holds_s, conflict.options.lease) < SOON_S
-    return _look_within(conflict, holds_s).look_in_s if is_soon or not is_same else None
+    return _look_within(conflict, holds_s).look_in_s if is_soon or is_paced or not is_same else None
 
 
 def _announce(conflict: Conflict, call: Call, place: int) -> None:

@@ -26,6 +26,7 @@ from celery.worker.state import revoked as revoked_tasks
 from celery.worker.state import revoked_stamps
 
 from celery_setnx.call.back import stamps_in
+from celery_setnx.call.message import Call
 from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
@@ -116,6 +117,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._unswept = Unswept()
         self._looks = TimedLooks(partial(self._look, worker.app))
         self._left_by_looks: Later = {}
+        self.rested: set[str] = set()  # tasks of which a call has said `at_least_for` itself
         self._anew: WeakKeyDictionary[CourierRequest, tuple[str, float]] = WeakKeyDictionary()
 
     def start(self, worker: Any) -> None:
@@ -228,11 +230,14 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         """Its timed looks, if it is a worker of this app and sweeps."""
         return [self._looks] if app is self._worker.app and self._thread is not None else []
 
+    def _is_timed(self, task: str) -> bool:
+        return task in self.rested or _is_timed(self._worker.app, task)
+
     def sweep(self, app: Celery, *, is_early: bool = False, later: Later | None = None) -> SweepReport:
         """Look at every line that is due; unless it comes early, after the couriers here too."""
         lines = lines_of(app)
         tasks = [name for name in app.tasks if not name.startswith("celery.")]
-        claimed = claim(self._client, lines, tasks, [name for name in tasks if _is_timed(app, name)])
+        claimed = claim(self._client, lines, tasks, [name for name in tasks if self._is_timed(name)])
         due = [claimed.next_s]
         for task, entry in claimed.lines:
             between_forks.give_way()
@@ -266,7 +271,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         except Exception as error:  # noqa: BLE001 - another line may be on another node, or in order
             say_loudly(error)
             self._wait_longer_after(error)
-            within = _TIMED_AGAIN_S if _is_timed(app, task) else _AGAIN_S
+            within = _TIMED_AGAIN_S if self._is_timed(task) else _AGAIN_S
             text = "The line of %s was not served, and is in %g s: %s"
             logger.info(text, key, within, error, extra=fields(task=task, key=key))
         due_in = settle(self._client, lines, task, entry, claimed, within=within)
@@ -312,13 +317,16 @@ def see_to_sweeps() -> None:
         sweep.ensure()
 
 
-def look_soon(app: Celery, task: str) -> None:
-    """Have the workers of an app in this process ask which lines are due soon, if the task is timed.
+def look_soon(app: Celery, call: Call) -> None:
+    """Have the workers of an app in this process ask which lines are due soon, if the call is timed.
 
-    A delivery of it has ended, or what a call had was freed.
+    A delivery of it has ended, or what it had was freed.
     """
-    for sweep in list(_sweeping) if _is_timed(app, task) else ():
+    has_rested = bool(call.options.get("at_least_for"))
+    for sweep in list(_sweeping) if has_rested or _is_timed(app, call.task) else ():
         for looks in sweep.looks_of(app):
+            if has_rested:
+                sweep.rested.add(call.task)
             looks.soon()
 
 
@@ -333,7 +341,7 @@ def _put_back(app: Celery, parked: ParkedCall) -> bool:
     """Put a call back into its line, which may be due soon: whether it waits still."""
     between_forks.give_way()
     waits = put_back(app, parked, wait_s=0.0) is not None
-    look_soon(app, parked.call.task)
+    look_soon(app, parked.call)
     return waits
 
 

@@ -73,16 +73,18 @@ def _left(call: Call) -> LeaveReply:
     if number is None:
         return LeaveReply(store)
     if is_again:
-        return LeaveReply(store, at(call.store, number).holder.info)
+        heir = heir_of(at(call.store, number))
+        return LeaveReply(store, heir, str(call.now) if heir is None else "")
     return _handed_on(call, store if lease == "" else _stays(call, store, task), number)
 
 
 def _is_its(call: Call, permit: Store, own: str | None) -> bool:
-    """Whether a permit is kept for the call, or was until its deadline; or it has handed it on before."""
+    """Whether a permit is kept for the call, or was until its deadline; or it has given it back before."""
     is_there = permit.value not in (None, NOT_A_STRING)
     is_nobodys = speaks_of_its_value(permit, call.now) or ends(permit, call.now) == 0
-    is_handed_on = is_to_come(permit, call.now) and permit.holder.token == call.told[5]
-    return is_handed_on or (own is not None and heir_of(permit) == own and is_there and is_nobodys)
+    is_given_back = is_to_come(permit, call.now) or permit.holder.state == "released"
+    is_given_back = is_given_back and permit.holder.token == call.told[5]
+    return is_given_back or (own is not None and heir_of(permit) == own and is_there and is_nobodys)
 
 
 def _stays(call: Call, store: Store, task: str) -> Store:
@@ -99,14 +101,14 @@ def _handed_on(call: Call, store: Store, number: int) -> LeaveReply:
     terms = call.told[7] if call.told[7] != "0" else terms_in(call.store)
     promised = sum(is_to_come(permit, call.now) for n, permit in enumerate(permits_in(call)) if n != number)
     start = earliest_start(call.store.starts, terms, call.now, promised, AHEAD)
-    record, now_ms, look = at(store, number).holder, call.now // MS, ""
+    record, now_ms, look = at(store, number).holder._replace(token=call.told[5]), call.now // MS, ""
     if start:
         store, look = starts_last(store, terms, now_ms), str(start)
     elif number < limit_of(terms):
         heir = next_of(waiting(store), dict(store.calls.fields), call.now, int(call.told[6]))
         store = without_calls(out_of_line(store, *heir.gone), *heir.gone) if heir.gone else store
         if heir.task is not None:
-            record = record._replace(token=call.told[5], deadline=heir.until, since=call.now, info=heir.task)
+            record = record._replace(deadline=heir.until, since=call.now, info=heir.task)
             store = out_of_line(kept(store, number, record, REMEMBER_MS), heir.task)
             return LeaveReply(permits_last(store, up(heir.until - call.now, MS) + REMEMBER_MS), heir.task)
         look = str(call.now) if len(heir.gone) == LOOKED_AT else ""

@@ -3,7 +3,7 @@
 --
 -- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket, 6 permits, 7 starts, 8... the other permits' locks and records
 -- ARGV  1 task id, 2 attempt, 3 copy (the message that leaves), 4 remember (ms), 5 shared (as acquire.lua)
---       6 token (of this task, attempt and copy: the lock's while it is kept for another), 7 hand over (as release.lua)
+--       6 token (of this task, attempt and copy: the lock's until somebody has it), 7 hand over (as release.lua)
 --       8 terms (as acquire.lua; '0' = not known)
 --       9 lease (us): it stays, and is passed over for that (see line.lua); '' = it leaves
 -- Returns {word, now us, heir, call, look}: the last three as release.lua
@@ -21,14 +21,18 @@ if ticket.is_stale then return {'stale', now_text()} end
 local is_its, all, its = ARGV[5] ~= '1' or ticket.waits or not is_known(CALLS, task), permits(8), nil
 for _, p in ipairs(all) do
   local is_kept = p.heir == task and p.value and (p.is_ours or p.till == 0)
-  if is_its and is_kept or p.token == token and p.heir and p.is_live then its = its or p end
+  local was_its = p.token == token and (p.state == 'released' or p.heir and p.is_live) -- resent
+  if is_its and is_kept or was_its then its = its or p end
 end
 if not lease then
   local misses = line.leave(is_its and task or '') or ticket.misses -- a full server allows this, and SET behind it
   write_ticket(TICKET, attempt, copy, misses, 'PX', remember)
 end
-local heir, look = its and its.token == token and its.heir, ''
-if its and not heir then
+local heir, look = nil, ''
+if its and its.token == token then
+  heir, look = its.heir, its.heir and '' or now_text() -- somebody may wait
+elseif its then
+  its.token = token
   line.put_back(task, 'missed', lease) -- one that stays
   local terms = (ARGV[8] or '0') ~= '0' and ARGV[8] or terms_in(known)
   local pace, start = pace_of(STARTS, terms), 0
