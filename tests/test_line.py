@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from celery_setnx import LockRefused, SetnxLock
-from celery_setnx.lock.line import LineEntry, ParkReply, park, successor_of
+from celery_setnx.lock.line import LineEntry, ParkReply, leave, park, successor_of
 from celery_setnx.lock.names import line_names, permit_names, successor_name, ticket_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, task_token
@@ -98,6 +98,15 @@ def test_handed_lock_refuses_all_but_its_heir_and_names_it(locks, line):
     assert not locks.setnx(NAME, int(time.time()) + 60)
     assert int(str(locks.get(NAME))) >= locks.time()[0]
     assert line.attempt("a", "a1").acquired
+
+
+def test_call_that_stays_hands_on_what_it_was_handed_once_each_time(line):
+    """A joiner that asks for a result does so; sent again it names the same heir, and the next time nobody."""
+    for task_id in "ab":
+        line.wait(task_id)
+    assert line.hand_on() == A
+    turns = [leave(line.client, place("a"), copy="a1", stays=time).turn for time in (1, 1, 2)]
+    assert [turn and turn.heir for turn in turns] == [B, B, None]
 
 
 @pytest.mark.parametrize(("lease", "kept"), [(9, 9), (600, 10)])
