@@ -322,14 +322,14 @@ def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dead_are_not_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """The starts of a pace are looked at when a call returns, and not when its process has died."""
-    look_in_s = request.look_in_s
+    look_soon = request.look_soon
 
     def looking(*args: Any) -> None:
         thread = calls._playing.world.current
         if thread is None or thread.name != "ends":
-            look_in_s(*args)
+            look_soon(*args)
 
-    monkeypatch.setattr(request, "look_again_in", looking)
+    monkeypatch.setattr(request, "look_soon", looking)
 
 
 def put_back_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -415,7 +415,7 @@ PLANTED = [
     Planted(partial(calls.play, task="retries"), no_second_look, 12),
     Planted(partial(calls.play, task="retries"), success_asked_early, 80),
     Planted(partial(calls.play, task="waits"), later_death_is_its, 125),
-    Planted(partial(calls.play, task="paced"), dead_are_not_looked_after, 1107),
+    Planted(partial(calls.play, task="paced"), dead_are_not_looked_after, 534),
     Planted(partial(calls.play, task="slow"), put_back_unseen, 4798),
     Planted(partial(calls.play, task="slow"), end_lost_between_threads, 1118),
     Planted(partial(calls.play, task="paced"), woken_ahead_parks, 2),
