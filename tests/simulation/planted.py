@@ -289,9 +289,14 @@ def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "has_random_id", lambda _task_id: False)
 
 
-def paced_line_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paced line whose service nobody has heard of is looked at half a minute later."""
-    monkeypatch.setattr(sweep, "_TIMED_AGAIN_S", 30.0)
+def paced_release_notes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release while no call may start leaves its line to a sweep that looks when a lease would have ended."""
+    give_turn = wake.give_turn
+
+    def giving(app: Any, task: str, key: str, turn: Any) -> float | None:
+        return None if turn is not None and turn.look_in_s is not None else give_turn(app, task, key, turn)
+
+    monkeypatch.setattr(wake, "give_turn", giving)
 
 
 def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,11 +393,11 @@ PLANTED = [
     Planted(locks.play, pace_of_one_more, 4),
     Planted(partial(calls.play, task="waits"), no_wakeup, 1),
     Planted(partial(calls.play, task="waits"), no_courier, 20),
-    Planted(partial(calls.play, task="slow"), line_not_noted, 12),
+    Planted(partial(calls.play, task="slow"), line_not_noted, 1),
     Planted(partial(calls.play, task="waits"), sweep_serves_nobody, 246),
     Planted(partial(calls.play, task="paced"), no_timed_look, 2),
-    Planted(partial(calls.play, task="once_early"), window_not_taken_back, 2),
-    Planted(partial(calls.play, task="joins_late"), joins_each_other, 884),
+    Planted(partial(calls.play, task="once_early"), window_not_taken_back, 26),
+    Planted(partial(calls.play, task="joins_late"), joins_each_other, 83),
     Planted(partial(calls.play, task="holds"), late_command, 1283),
     Planted(partial(calls.play, task="waits_late"), backend_not_asked, 32),
     Planted(partial(calls.play, task="retries"), twin_of_a_retry, 26),
@@ -401,7 +406,7 @@ PLANTED = [
     Planted(locks.play, another_since_is_a_loss, 8),
     Planted(partial(calls.play, task="joins"), join_lost, 27),
     Planted(partial(calls.play, task="once"), success_not_asked, 19),
-    Planted(partial(calls.play, task="once_early"), stored_success_taken_back, 56),
+    Planted(partial(calls.play, task="once_early"), stored_success_taken_back, 64),
     Planted(partial(calls.play, task="waits"), parked_has_failed, 12),
     Planted(partial(calls.play, task="retries_early"), failed_comes_back, 67),
     Planted(partial(calls.play, task="queued_early"), death_keeps_mark, 1301),
@@ -411,7 +416,7 @@ PLANTED = [
     Planted(partial(calls.play, task="queued"), marks_before_it_sends, 605),
     Planted(partial(calls.play, task="unique"), unsent_stay_marked, 11),
     Planted(partial(calls.play, task="waits_late"), retry_is_another_call, 173),
-    Planted(calls.play, paced_line_waits_long, 1178),
+    Planted(partial(calls.play, task="paced"), paced_release_notes_nothing, 10),
     Planted(partial(calls.play, task="retries"), no_second_look, 12),
     Planted(partial(calls.play, task="retries"), success_asked_early, 80),
     Planted(partial(calls.play, task="waits"), later_death_is_its, 125),
