@@ -343,13 +343,15 @@ def put_back_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def end_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a delivery is due now, and what a look has noted meanwhile is forgotten with that."""
+    """The end of a delivery that comes while a look goes on is forgotten with the one before it."""
+    turn = looks.TimedLooks._turn
 
-    def soon(of: looks.TimedLooks) -> None:
-        of._has_ended = True
-        of.within(0.0)
+    def turning(of: looks.TimedLooks) -> bool:
+        goes_on = turn(of)
+        of._has_ended = False
+        return goes_on
 
-    monkeypatch.setattr(looks.TimedLooks, "soon", soon)
+    monkeypatch.setattr(looks.TimedLooks, "_turn", turning)
 
 
 def woken_ahead_parks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +411,7 @@ PLANTED = [
     Planted(partial(calls.play, task="once_early"), stored_success_taken_back, 64),
     Planted(partial(calls.play, task="waits"), parked_has_failed, 12),
     Planted(partial(calls.play, task="retries_early"), failed_comes_back, 67),
-    Planted(partial(calls.play, task="queued_early"), death_keeps_mark, 1301),
+    Planted(partial(calls.play, task="once_early"), death_keeps_mark, 401),
     Planted(partial(calls.play, task="holds"), early_retry_gives_back, 7),
     Planted(partial(calls.play, task="waits_late"), started_by_message, 85),
     Planted(partial(calls.play, task="paced"), early_sweeps_alone, 160),
@@ -422,7 +424,7 @@ PLANTED = [
     Planted(partial(calls.play, task="waits"), later_death_is_its, 125),
     Planted(partial(calls.play, task="paced"), dead_are_not_looked_after, 534),
     Planted(partial(calls.play, task="slow"), put_back_unseen, 4798),
-    Planted(partial(calls.play, task="slow"), end_lost_between_threads, 1118),
+    Planted(partial(calls.play, task="paced"), end_lost_between_threads, 200),
     Planted(partial(calls.play, task="paced"), woken_ahead_parks, 7),
     Planted(partial(calls.play, task="unique"), ended_stays, 65),
     Planted(partial(calls.play, task="waits"), unplaced_not_put_back, 1222),
