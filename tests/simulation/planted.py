@@ -290,7 +290,7 @@ def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def paced_release_notes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A release while no call may start leaves its line to a sweep that looks when a lease would have ended."""
+    """A release while no call may start tells nobody when one may."""
     give_turn = wake.give_turn
 
     def giving(app: Any, task: str, key: str, turn: Any) -> float | None:
@@ -423,7 +423,7 @@ PLANTED = [
     Planted(partial(calls.play, task="retries"), success_asked_early, 80),
     Planted(partial(calls.play, task="waits"), later_death_is_its, 125),
     Planted(partial(calls.play, task="paced"), dead_are_not_looked_after, 534),
-    Planted(partial(calls.play, task="slow"), put_back_unseen, 4798),
+    Planted(partial(calls.play, task="paced"), put_back_unseen, 403),
     Planted(partial(calls.play, task="paced"), end_lost_between_threads, 200),
     Planted(partial(calls.play, task="paced"), woken_ahead_parks, 7),
     Planted(partial(calls.play, task="unique"), ended_stays, 65),

@@ -47,7 +47,7 @@ class Broker:
         # How a publish did, or a delivery, of which message, and when.
         self.failed: dict[tuple[str, str], int] = {}
         self.failed_in: dict[tuple[str, str], Process] = {}  # and which process has sent it
-        # By call: when a publish failed in the child that ran it, its courier's for one; and which child that is.
+        # By call: when a publish failed in the child that ran it, such as its courier's, and in which child.
         self.failed_for: dict[str, tuple[int, Process]] = {}
         self.on_refused: Callable[[str], None] = lambda _task_id: None
         # Processes that died unheard when their call had parked: in which epoch, and when.
