@@ -212,6 +212,25 @@ def test_call_is_put_back_though_another_with_its_id_has_ended_as_it_waited(app,
     assert put_back(app, order, wait_s=0.0) is not None
 
 
+def test_lost_call_that_has_ended_hands_on_what_it_is_handed_meanwhile(app, locks, monkeypatch):
+    """As it was put back into its line before it was asked how it has ended."""
+    order = waits(app, locks)
+    locks.flushdb()
+    outcome = SetnxLock(locks, KEY, line=True, lease=600).acquire()
+    following = CALL._replace(task_id="id-2", since=11.0)
+    told = replace(MESSAGE, headers={"task": "t", "id": "id-2"}).packed(app, following)
+    park(locks, replace(order, call=following).place(app), copy=ORIGINAL, since=11.0, call=told)
+
+    def end(*_args: Any, **_details: Any) -> dict[str, str]:
+        outcome.lock.release()
+        return {"status": "SUCCESS"}
+
+    monkeypatch.setattr(courier, "stored_end", end)
+    assert put_back(app, order, wait_s=0.0) is None
+    (message,) = messages(app, "far")
+    assert message.headers["id"] == "id-2"
+
+
 def test_revoked_call_that_waits_is_sent_when_its_line_is_looked_at(app, locks, monkeypatch):
     """Also where no worker holds its courier; its worker throws it away, and it leaves the line by that."""
     order = waits(app, locks)

@@ -250,7 +250,7 @@ def holder_of(
     )
 
 
-def turn_of(heir: str | None, call: str | None, look_us: str, now_us: int) -> Turn | None:
+def turn_of(heir: str | None, call: str | None, look_us: str | int, now_us: int) -> Turn | None:
     """What is left to be done, as scripts tell of it; None if nothing is."""
     if heir:
         return Turn(Heir(heir, call), None)

@@ -33,6 +33,7 @@ from celery_setnx.call.wake import (
     end_within,
     is_of_its_line,
     known_guard,
+    leave_line,
     look_within,
     place_of,
     remaining_s,
@@ -40,7 +41,7 @@ from celery_setnx.call.wake import (
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.line import BEGUN_S, LineEntry, ParkReply, has_begun_s, leave, park
+from celery_setnx.lock.line import BEGUN_S, LineEntry, ParkReply, has_begun_s, park
 from celery_setnx.lock.marks import Mark, extend_all
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import LONGEST_S
@@ -217,7 +218,7 @@ def put_back(app: Celery, parked: ParkedCall, wait_s: float) -> tuple[ParkReply,
     # It may have ended before Redis forgot it; if Redis has forgotten nothing, another call with its id has.
     since = call.since if epoch != parked.epoch else 0.0
     if found.state == "new" and stored_end(app, call.task, call.task_id, since=since or None):
-        leave(client, replace(place, remember=BEGUN_S), copy=COURIER)
+        leave_line(app, call._replace(copy=COURIER))
         return None
     if not may_be_woken(app, parked):
         send_again(app, parked)

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.model import edits, grants, holders, leaving, looks, turns
 from tests.model.layout import CALLS, LINE, MARK, PERMITS, laid_out, pair, read_back
-from tests.model.line import waiting
+from tests.model.line import waiter, waiting
 from tests.model.lock import Call
 from tests.model.permits import at, permit_in, said_of
 from tests.model.rules import is_stale, rule_of, word_of
@@ -257,11 +257,8 @@ def _tells_release(call: Call, word: str, reply: list[Any], after: Store) -> boo
         return heir is None or word == "resting" or call.name == "hold" or not call.told[4]
     if len(call.keys) < 4:
         return reply[3:5] == [None, None]
-    call_of = dict(call.store.calls.fields).get(heir or "", "")
-    wakes = call_of.split("|", 2)[2] if call_of[:1].isdigit() and "+" not in call_of.split("|")[0] else None
-    if wakes is None and call_of:
-        heir = None
-    return (reply[3], reply[4]) == (heir, wakes)
+    known = waiter(call.store, heir)
+    return (reply[3], reply[4]) == (heir, known.call if known is not None and not known.comes else None)
 
 
 def _tells_renew(call: Call, word: str, reply: list[Any], after: Store) -> bool:

@@ -339,10 +339,9 @@ LINES_OF_PERMITS: dict[str, Callable[[], Waiters]] = {
     "wake-ups alone, two of three run for ever": lambda: Waiters("abcd", slots=4, endless="ab", limit=3,
         **ALONE),
     "wake-ups alone, asking again first": lambda: Waiters("abc", slots=3, linger=True, **TWO, **ALONE),
-    "wake-ups alone, calls that leave": lambda: Waiters(bound("abc", full="abcd"), slots=4, revokes=1, **TWO,
-        **ALONE),
-    "wake-ups alone, limits that differ": lambda: Waiters(bound("abc", full="abcd"), slots=4, **DOWN,
-        **ALONE),
+    # A fourth call may park beside a free permit, behind one that has its turn: that is left to a sweep.
+    "wake-ups alone, calls that leave": lambda: Waiters("abc", slots=4, revokes=1, **TWO, **ALONE),
+    "wake-ups alone, limits that differ": lambda: Waiters("abc", slots=4, **DOWN, **ALONE),
     "a limit that was raised": lambda: Waiters(bound("abcd", full="abcde"), slots=4, **RAISED, **SWEPT),
     "workers that die": lambda: Waiters("abc", slots=3, crashes=bound(1, full=2),
         late_wakes=bound(1, full=2), **TWO, **SWEPT),

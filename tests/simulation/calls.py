@@ -232,9 +232,13 @@ class Calls:
         return not (may_come or is_unasked or self.is_unheard_of(request.id))
 
     def is_unheard_of(self, task_id: str) -> bool:
-        """Whether Redis may not have heard that a call has failed which the broker has taken, unconfirmed."""
-        way = "unconfirmed", task_id
-        return way in self.broker.failed and self.broker.failed_in[way].was_hindered(self.broker.failed[way])
+        """Whether Redis may not have heard that a call has failed, as the broker has failed its child, or has
+        taken it unconfirmed.
+        """
+        broker, way = self.broker, ("unconfirmed", task_id)
+        failed = [broker.failed_for[task_id]] if task_id in broker.failed_for else []
+        failed += [(broker.failed[way], broker.failed_in[way])] if way in broker.failed_in else []
+        return any(process.was_hindered(failed_us) for failed_us, process in failed)
 
     def may_not_come(self, task_id: str) -> bool:
         """Whether a call may have ended that has not said so."""
@@ -289,7 +293,8 @@ class Calls:
         lost = {each for each in states if each in self.dropped or (may_be_lost and self.has_died(each))}
         # What the broker did not take back is told as failed, and what is revoked or expires as revoked. Then
         # the attempt that has sent it, which ends later, is stored above that, as Celery's own is.
-        early = self.broker.discarded | {each for _, each in self.broker.failed if not acks_late}
+        not_sent = {each for _, each in self.broker.failed} | {*self.broker.failed_for}
+        early = self.broker.discarded | (set() if acks_late else not_sent)
         lost |= {each for each in states if each in early and states[each] == RETRY}
         for task_id, end in states.items():
             self.world.note("ends as", end, task_id)

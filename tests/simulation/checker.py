@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect
+from bisect import bisect_left
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -56,7 +56,7 @@ class Checker:
 
     def begins(self, held: HeldLock, limit: int, rate: tuple[int, float] | None) -> Life:
         """A body begins: with the others no more than the limit, its fence higher than any, at its pace."""
-        world, epoch = self.world, bisect(self.server.lost_at, held._since_us)
+        world, epoch = self.world, bisect_left(self.server.lost_at, held._since_us)
         life = Life(held, world.process, limit, epoch, held._since_us)
         world.note("begins", held.token, f"fence {held.fence}", f"permit {held.permit}", key=held.key)
         self.lives.setdefault(held.key, []).append(life)

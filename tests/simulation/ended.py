@@ -61,5 +61,5 @@ class EndedCall:
         is_same = self.began.get(task_id) == self.server.epoch
         if is_same and outcome in ("released", "repaired", "resting"):
             self.released[task_id] = self.server.epoch, self.world.now_us
-        if outcome == "held_for_retry":
+        if is_same and outcome == "held_for_retry":  # else it may have been lost, unheard
             self.kept = task_id, self.server.epoch

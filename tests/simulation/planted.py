@@ -289,9 +289,14 @@ def retry_is_another_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "has_random_id", lambda _task_id: False)
 
 
-def paced_line_waits_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A paced line whose service nobody has heard of is looked at half a minute later."""
-    monkeypatch.setattr(sweep, "_TIMED_AGAIN_S", 30.0)
+def paced_release_notes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release while no call may start tells nobody when one may."""
+    give_turn = wake.give_turn
+
+    def giving(app: Any, task: str, key: str, turn: Any) -> float | None:
+        return None if turn is not None and turn.look_in_s is not None else give_turn(app, task, key, turn)
+
+    monkeypatch.setattr(wake, "give_turn", giving)
 
 
 def no_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,14 +327,14 @@ def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dead_are_not_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """The starts of a pace are looked at when a call returns, and not when its process has died."""
-    look_in_s = request.look_in_s
+    look_soon = request.look_soon
 
     def looking(*args: Any) -> None:
         thread = calls._playing.world.current
         if thread is None or thread.name != "ends":
-            look_in_s(*args)
+            look_soon(*args)
 
-    monkeypatch.setattr(request, "look_again_in", looking)
+    monkeypatch.setattr(request, "look_soon", looking)
 
 
 def put_back_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,13 +343,15 @@ def put_back_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def end_lost_between_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of a delivery is due now, and what a look has noted meanwhile is forgotten with that."""
+    """The end of a delivery that comes while a look goes on is forgotten with the one before it."""
+    turn = looks.TimedLooks._turn
 
-    def soon(of: looks.TimedLooks) -> None:
-        of._has_ended = True
-        of.within(0.0)
+    def turning(of: looks.TimedLooks) -> bool:
+        goes_on = turn(of)
+        of._has_ended = False
+        return goes_on
 
-    monkeypatch.setattr(looks.TimedLooks, "soon", soon)
+    monkeypatch.setattr(looks.TimedLooks, "_turn", turning)
 
 
 def woken_ahead_parks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,12 +395,12 @@ PLANTED = [
     Planted(locks.play, pace_of_one_more, 4),
     Planted(partial(calls.play, task="waits"), no_wakeup, 1),
     Planted(partial(calls.play, task="waits"), no_courier, 20),
-    Planted(partial(calls.play, task="slow"), line_not_noted, 12),
+    Planted(partial(calls.play, task="slow"), line_not_noted, 1),
     Planted(partial(calls.play, task="waits"), sweep_serves_nobody, 246),
     Planted(partial(calls.play, task="paced"), no_timed_look, 2),
-    Planted(partial(calls.play, task="once_early"), window_not_taken_back, 2),
-    Planted(partial(calls.play, task="joins_late"), joins_each_other, 884),
-    Planted(partial(calls.play, task="holds"), late_command, 1283),
+    Planted(partial(calls.play, task="once_early"), window_not_taken_back, 26),
+    Planted(partial(calls.play, task="joins_late"), joins_each_other, 83),
+    Planted(partial(calls.play, task="holds"), late_command, 67),
     Planted(partial(calls.play, task="waits_late"), backend_not_asked, 32),
     Planted(partial(calls.play, task="retries"), twin_of_a_retry, 26),
     Planted(partial(calls.play, task="waits_late"), leaves_late, 831),
@@ -401,24 +408,24 @@ PLANTED = [
     Planted(locks.play, another_since_is_a_loss, 8),
     Planted(partial(calls.play, task="joins"), join_lost, 27),
     Planted(partial(calls.play, task="once"), success_not_asked, 19),
-    Planted(partial(calls.play, task="once_early"), stored_success_taken_back, 56),
+    Planted(partial(calls.play, task="once_early"), stored_success_taken_back, 64),
     Planted(partial(calls.play, task="waits"), parked_has_failed, 12),
     Planted(partial(calls.play, task="retries_early"), failed_comes_back, 67),
-    Planted(partial(calls.play, task="queued_early"), death_keeps_mark, 1301),
+    Planted(partial(calls.play, task="once_early"), death_keeps_mark, 401),
     Planted(partial(calls.play, task="holds"), early_retry_gives_back, 7),
     Planted(partial(calls.play, task="waits_late"), started_by_message, 85),
-    Planted(partial(calls.play, task="paced"), early_sweeps_alone, 37),
+    Planted(partial(calls.play, task="paced"), early_sweeps_alone, 160),
     Planted(partial(calls.play, task="queued"), marks_before_it_sends, 605),
     Planted(partial(calls.play, task="unique"), unsent_stay_marked, 11),
     Planted(partial(calls.play, task="waits_late"), retry_is_another_call, 173),
-    Planted(calls.play, paced_line_waits_long, 1178),
+    Planted(partial(calls.play, task="paced"), paced_release_notes_nothing, 10),
     Planted(partial(calls.play, task="retries"), no_second_look, 12),
     Planted(partial(calls.play, task="retries"), success_asked_early, 80),
     Planted(partial(calls.play, task="waits"), later_death_is_its, 125),
-    Planted(partial(calls.play, task="paced"), dead_are_not_looked_after, 1107),
-    Planted(partial(calls.play, task="slow"), put_back_unseen, 4798),
-    Planted(partial(calls.play, task="slow"), end_lost_between_threads, 1118),
-    Planted(partial(calls.play, task="paced"), woken_ahead_parks, 2),
+    Planted(partial(calls.play, task="paced"), dead_are_not_looked_after, 534),
+    Planted(partial(calls.play, task="paced"), put_back_unseen, 403),
+    Planted(partial(calls.play, task="paced"), end_lost_between_threads, 200),
+    Planted(partial(calls.play, task="paced"), woken_ahead_parks, 7),
     Planted(partial(calls.play, task="unique"), ended_stays, 65),
     Planted(partial(calls.play, task="waits"), unplaced_not_put_back, 1222),
     Planted(partial(calls.play, task="waits"), outage_puts_off, 37),

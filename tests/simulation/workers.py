@@ -47,6 +47,8 @@ class Broker:
         # How a publish did, or a delivery, of which message, and when.
         self.failed: dict[tuple[str, str], int] = {}
         self.failed_in: dict[tuple[str, str], Process] = {}  # and which process has sent it
+        # By call: when a publish failed in the child that ran it, such as its courier's, and in which child.
+        self.failed_for: dict[str, tuple[int, Process]] = {}
         self.on_refused: Callable[[str], None] = lambda _task_id: None
         # Processes that died unheard when their call had parked: in which epoch, and when.
         self.parked: dict[Process, tuple[int, int]] = {}
@@ -70,7 +72,10 @@ class Broker:
         if self.world.go_wrong(what, 0.05):
             self.world.note("publish is", what, task_id)
             self.failed[what, task_id] = self.world.now_us
-            self.failed_in[what, task_id] = self.world.process
+            self.failed_in[what, task_id] = process = self.world.process
+            for reader in self.readers:
+                if process in reader.running:
+                    self.failed_for[reader.running[process][0]] = self.world.now_us, process
             if what == "refused":
                 self.on_refused(task_id)
             raise OperationalError(what)

@@ -20,14 +20,11 @@ local LINE, CALLS, MARK, PERMITS, DONE, STARTS = unpack(KEYS, 3, 8)
 local p = read()
 local value, line = p.value or false, LINE and line_of(LINE, CALLS)
 local function answer(word, heir, look)
-  local kept = heir and LINE and redis.call('HGET', CALLS, heir)
-  local call = kept and line.call_of(heir)
-  if not LINE or kept and not call then heir = false end -- it asks again by itself, or is on its way
-  return {word, now, value, heir or false, call or false, look and int(look) or ''}
+  return {word, now, value, heir or false, heir and line.call_of(heir) or false, look or ''}
 end
 
 if p.token ~= token then return {'lost', now, value, false, p.since or false} end
-if p.state == 'handed' then return answer('released', p.heir) end -- resent: as the first time
+if p.state == 'handed' then return answer('released', LINE and p.heir) end -- resent: as the first time
 local waits = LINE and hand_over and redis.call('EXISTS', LINE) == 1
 if p.state ~= 'running' and p.state ~= 'failed' then
   local look = p.state == 'resting' and p.deadline or p.state ~= 'held_for_retry' and STARTS and now
