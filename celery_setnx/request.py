@@ -203,7 +203,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         def free(lock: SetnxLock) -> bool:
             word = lock.free_dead(self._token)
             look_again_in(self.app, give_turns(self.app, self.task.name, lock))
-            look_soon(self.app, self.task.name)  # it may have parked, and not told when to look
+            look_soon(self.app, self.call)  # it may have parked, and not told when to look
             if has_failed and word == "lost" and not self._goes_on():  # it died before it had the lock
                 self._forget(has_died=True)
             return word == "freed"

@@ -101,7 +101,7 @@ def test_handed_lock_refuses_all_but_its_heir_and_names_it(locks, line):
 
 
 def test_call_that_stays_hands_on_what_it_was_handed_once_each_time(line):
-    """A joiner that asks for a result does so; sent again it names the same heir, and the next time nobody."""
+    """A joiner that asks for a result does so; sent again it names the same heir, then nobody any more."""
     for task_id in "ab":
         line.wait(task_id)
     assert line.hand_on() == A
