@@ -406,7 +406,8 @@ def is_noted(paced: Any, locks: Any) -> bool:
     return locks.zscore(due_set(paced.app, "paced"), paced.lock_key()) is not None
 
 
-def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch):
+@pytest.mark.parametrize("started_s", [59, 30], ids=["of its permit", "that it had noted"])
+def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch, started_s):
     """Once the permit is freed and the line is noted as due: else that is found with the next sweep only."""
     swept = Looks(monkeypatch, lambda: (len(paced.holders()), is_noted(paced, locks)))
     request = Delivered(paced).request
@@ -414,7 +415,7 @@ def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch):
     for token in (request._token, "another|0|0a"):
         lock = guard.lock(request.call, request._arguments)
         assert lock.acquire(token=token).acquired
-    ago = server_us(locks) - 59_000_000
+    ago = server_us(locks) - started_s * 1_000_000
     locks.delete(starts_name(lock.name))
     locks.zadd(starts_name(lock.name), {f"{ago + n}#{n}#1": ago + n for n in (0, 1)})
     locks.expire(starts_name(lock.name), 60)

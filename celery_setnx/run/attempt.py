@@ -494,7 +494,7 @@ class Attempt:
         if self.task.acks_late:  # the delivery that sent this message may come again
             return bool(self.is_woken or call.waits or self.lingers_since)
         # Redis may have come back with older data, in which the call waits.
-        return call.is_woken and not call.shares_id
+        return self.is_woken and not call.shares_id
 
     def _success_before(self) -> Mapping[str, Any] | None:
         """The stored success of this attempt, if another delivery of it may have one."""

@@ -26,12 +26,15 @@ class EndedCall:
     released: dict[str, tuple[int, int]] = field(default_factory=dict)  # by id: epoch, and when
     at: dict[str, int] = field(default_factory=dict)  # by id: when it has given it back, for the last time
     kept: tuple[str, int] = ("", 0)  # for whose retry the lock is held, and the epoch
+    retries: dict[str, int] = field(default_factory=dict)  # by id: of the attempt that has begun last
+    holds: dict[str, int] = field(default_factory=dict)  # by id: how often the lock was held for a retry
     is_discarded: Callable[[str], bool] = lambda _task_id: False  # whether a call may not come
 
     def begins(self, task: Any, held: HeldLock) -> None:
         """A body begins."""
         request, options = task.request, task._guard.options
         self.began[request.id] = self.server.epoch
+        self.retries[request.id] = request.retries
         self._check_kept(task)
         joined = request._setnx_run.call.join
         if joined not in (None, request.id):
@@ -61,5 +64,8 @@ class EndedCall:
         is_same = self.began.get(task_id) == self.server.epoch
         if is_same and outcome in ("released", "repaired", "resting"):
             self.released[task_id] = self.server.epoch, self.world.now_us
-        if is_same and outcome == "held_for_retry":  # else it may have been lost, unheard
-            self.kept = task_id, self.server.epoch
+        if outcome == "held_for_retry":
+            has_come = self.retries.get(task_id, 0) > self.holds.get(task_id, 0)  # before this was told
+            self.holds[task_id] = self.holds.get(task_id, 0) + 1
+            if is_same and not has_come:  # else it may have been lost, unheard
+                self.kept = task_id, self.server.epoch

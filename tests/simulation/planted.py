@@ -325,16 +325,10 @@ def later_death_is_its(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request.SingletonRequest, "_has_returned", has_not)
 
 
-def dead_are_not_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The starts of a pace are looked at when a call returns, and not when its process has died."""
-    look_soon = request.look_soon
-
-    def looking(*args: Any) -> None:
-        thread = calls._playing.world.current
-        if thread is None or thread.name != "ends":
-            look_soon(*args)
-
-    monkeypatch.setattr(request, "look_soon", looking)
+def turn_has_no_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose turn came while it parked does not ask whether a message that was woken for it has run."""
+    is_woken = property(lambda self: self.call.is_woken)
+    monkeypatch.setattr(attempt.Attempt, "is_woken", is_woken)
 
 
 def put_back_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +394,7 @@ PLANTED = [
     Planted(partial(calls.play, task="paced"), no_timed_look, 2),
     Planted(partial(calls.play, task="once_early"), window_not_taken_back, 26),
     Planted(partial(calls.play, task="joins_late"), joins_each_other, 83),
-    Planted(partial(calls.play, task="holds"), late_command, 67),
+    Planted(partial(calls.play, task="holds"), late_command, 3091),
     Planted(partial(calls.play, task="waits_late"), backend_not_asked, 32),
     Planted(partial(calls.play, task="retries"), twin_of_a_retry, 26),
     Planted(partial(calls.play, task="waits_late"), leaves_late, 831),
@@ -422,7 +416,7 @@ PLANTED = [
     Planted(partial(calls.play, task="retries"), no_second_look, 12),
     Planted(partial(calls.play, task="retries"), success_asked_early, 80),
     Planted(partial(calls.play, task="waits"), later_death_is_its, 125),
-    Planted(partial(calls.play, task="paced"), dead_are_not_looked_after, 534),
+    Planted(partial(calls.play, task="paced"), turn_has_no_twin, 1066),
     Planted(partial(calls.play, task="paced"), put_back_unseen, 403),
     Planted(partial(calls.play, task="paced"), end_lost_between_threads, 200),
     Planted(partial(calls.play, task="paced"), woken_ahead_parks, 7),
