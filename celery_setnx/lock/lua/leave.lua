@@ -3,8 +3,8 @@
 --
 -- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket, 6 permits, 7 starts, 8... the other permits' locks and records
 -- ARGV  1 task id, 2 attempt, 3 copy (the message that leaves), 4 remember (ms), 5 shared (as acquire.lua)
---       6 token (of this task, attempt and copy: the lock's until somebody has it), 7 hand over (as release.lua)
---       8 terms (as acquire.lua; '0' = not known)
+--       6 token (of this task, attempt and copy, and how often it has stayed: the lock's until somebody has it)
+--       7 hand over (as release.lua), 8 terms (as acquire.lua; '0' = not known)
 --       9 lease (us): it stays, and is passed over for that (see line.lua); '' = it leaves
 -- Returns {word, now us, heir, call, look}: the last three as release.lua
 --       left (also before) | more
