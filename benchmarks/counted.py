@@ -278,7 +278,7 @@ def _lines(windows: Windows, task: Callable[[], Any]) -> Iterator[None]:
     """One line after the other: its calls park, its lock is released, and they are woken and run."""
     from celery.signals import task_postrun
 
-    from celery_setnx.call.wake import let_others_start
+    from celery_setnx.call.wake import give_turns
     from celery_setnx.task import lock_for
 
     ends = count(1)  # of deliveries: half of them have parked
@@ -287,7 +287,7 @@ def _lines(windows: Windows, task: Callable[[], Any]) -> Iterator[None]:
     def release(**_details: Any) -> None:
         if next(ends) % (2 * CALLS) == CALLS:
             held.release()
-            let_others_start(task().app, WAITS, lock)
+            give_turns(task().app, WAITS, lock)
 
     for line in range(WINDOWS + 1):
         lock = lock_for(task(), (line,), {})

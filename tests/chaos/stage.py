@@ -38,7 +38,7 @@ _TICK_S = 0.005
 _LOOK_S = 0.1
 _TASKS = {"work": work, "late": late, "queued": queued}
 _REMEMBERED = re.compile(
-    r":(holder|taken_over|permits|starts)$|:(ticket|instead|lines|receipt):|\{celery_setnx\.check:"
+    r":(holder|taken_over|permits|starts)$|:(ticket|successor|lines|receipt):|\{celery_setnx\.check:"
 )
 _DAY_MS = 86_400_000
 # A lane has one body at a time that is to come to harm: who is woken beside them finds a process free.
