@@ -18,9 +18,9 @@ local token, rest_until, remember, again = ARGV[1], tonumber(ARGV[2]), tonumber(
 local hand_over, done_for = tonumber(ARGV[5]), ARGV[6] or '0'
 local LINE, CALLS, MARK, PERMITS, DONE, STARTS = unpack(KEYS, 3, 8)
 local p = read()
-local value, line = p.value or false, LINE and line_of(LINE, CALLS)
+local value = p.value or false
 local function answer(word, heir, look)
-  return {word, now, value, heir or false, heir and line.call_of(heir) or false, look or ''}
+  return {word, now, value, heir or false, heir and line_of(LINE, CALLS).call_of(heir) or false, look or ''}
 end
 
 if p.token ~= token then return {'lost', now, value, false, p.since or false} end
@@ -42,7 +42,7 @@ elseif start > 0 then
   pace.keep()
   look = start
 elseif waits then
-  heir, deadline, are_more = hand_on(p, line, token, hand_over, remember)
+  heir, deadline, are_more = hand_on(p, line_of(LINE, CALLS), token, hand_over, remember)
   look = are_more and now
 end
 if deadline then
