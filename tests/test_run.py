@@ -12,6 +12,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+import redis
 from celery import Celery
 from celery._state import _task_stack
 from celery.exceptions import Retry, SoftTimeLimitExceeded
@@ -19,6 +20,7 @@ from celery.exceptions import Retry, SoftTimeLimitExceeded
 from celery_setnx import (
     LockLost,
     LockTimeout,
+    LockUnavailable,
     SetnxError,
     SetnxLock,
     SingletonTask,
@@ -411,6 +413,19 @@ def test_lock_is_lost_if_another_has_had_it_beside_the_body(task, proxy, locks, 
         guarded(run, body)
     assert rival.release() == "released"
     assert sent == [lock_acquired, lock_lost if is_true else lock_released]
+
+
+@pytest.mark.parametrize(("end", "word"), [("hold", "lost"), ("release", "released")])
+def test_end_that_comes_after_the_lease_has_held_nothing_for_a_retry(proxy, locks, end, word):
+    """Redis is away until then, and another has the lock by now: whether it was held cannot be known."""
+    script = {"hold": verbs.HOLD, "release": verbs.RELEASE}[end].sha.encode()
+    with redis.Redis.from_url(proxy.url(LOCK_DB)) as client:
+        held, given = SetnxLock(client, KEY, lease=0.5).acquire().lock, (20,) if end == "hold" else ()
+        with proxy.fault("cut_before", containing=script, times=4), pytest.raises(LockUnavailable):
+            getattr(held, end)(*given)
+        rival = SetnxLock(locks, KEY, lease=60)
+        wait_until(lambda: rival.acquire().acquired, "its lease has ended")
+        assert getattr(held, end)(*given) == word
 
 
 @pytest.fixture

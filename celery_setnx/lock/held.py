@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -208,13 +209,16 @@ def word_of(
     """What became of a lock, by the reply to what ends it; it may have been asked at a time before.
 
     It was not lost if another has it only since it was first asked, and asked again: then it was given back,
-    and the reply to that was lost. (A cluster's client asks again unseen: there it counts as lost.)
+    and the reply to that was lost. (A cluster's client asks again unseen: there it counts as lost.) It was
+    surely held for a retry only if another has it since before its lease would have ended.
     """
     asked_at, before = lock.clock() if asked_before is None else asked_before, sent_again()
     ended = ask()
     word = ended.word
     if word != "lost" or (asked_before is None and before == sent_again()) or asked_at >= valid_until:
         return word
-    since_us = ended.since_us
-    is_after = since_us is not None and since_us > ended.now_us - (lock.clock() - asked_at) * US
-    return as_asked if is_after else "lost"
+    if ended.since_us is None:
+        return "lost"
+    taken_at = lock.clock() - (ended.now_us - ended.since_us) / US
+    until = valid_until if as_asked == "held_for_retry" else math.inf
+    return as_asked if asked_at < taken_at < until else "lost"
