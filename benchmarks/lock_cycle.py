@@ -42,7 +42,8 @@ from celery_setnx.keys import digest
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.names import key_name
 from celery_setnx.lock.outcome import Outcome
-from celery_setnx.lock.record import ORIGINAL, task_token
+from celery_setnx.lock.record import task_token
+from celery_setnx.lock.verbs import Caller
 from celery_setnx.run.attempt import info_of
 from examples.embedded import EmbeddedServer
 
@@ -146,9 +147,8 @@ class TaskLocks:
         task_id, nonce, call_id = next(self._messages)
         call = Call(TASK, task_id, key=name, about="account_id=7")
         lock = self._guard.lock(call, Arguments((), {}), info_of(call, WORKER))
-        details = {"copy": ORIGINAL, "attempt": 0, "call_id": call_id, "remember": 0.0, "since": 0.0}
         token = task_token(task_id, 0, nonce)
-        return held_by(lock.acquire_at_death(same_host=True, token=token, **details))
+        return held_by(lock.acquire_at_death(same_host=True, token=token, caller=Caller(call_id)))
 
     def cycle(self, name: str) -> None:
         """Acquire, and release."""

@@ -20,11 +20,12 @@ from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.arguments import Arguments
-from celery_setnx.call.back import CONTENT_TYPE, EVENTS, NONCE, ComesBack, Dropped, Waits
+from celery_setnx.call.back import ComesBack, Dropped, Waits
+from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.ended import DEATHS, stored_end
 from celery_setnx.call.guard import decorated
 from celery_setnx.call.message import HEADER, Call, id_of, retries_of
-from celery_setnx.call.queues import noting_queues, origin_here
+from celery_setnx.call.queues import noting_queues
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import give_turns, look_within
 from celery_setnx.connection import quick_client_for
@@ -38,7 +39,7 @@ from celery_setnx.lock.record import ENDED, task_token
 from celery_setnx.log import Log, fields
 from celery_setnx.options import Options
 from celery_setnx.run.cleanup import cleanup_of_process
-from celery_setnx.run.events import are_wanted, follow
+from celery_setnx.run.events import follow
 from celery_setnx.run.park import Parked, remember_s
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
 from celery_setnx.run.sweep import look_again_in, look_soon, see_to_sweeps
@@ -91,21 +92,12 @@ class SingletonRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         see_to_sweeps()
         self.call = self._call_of_message()
+        self._delivery = Delivery.taken_in(self, self.call)
         self._received_at = self._accepted_at = time.monotonic()
-        wanted = are_wanted(self.eventer)
-        follow(self.app, self.hostname, wanted=wanted)
-        self._request_dict["properties"] = {
-            **(self._request_dict.get("properties") or {}),
-            NONCE: os.urandom(6).hex(),
-            CONTENT_TYPE: self.content_type,
-            EVENTS: wanted,
-            **origin_here(self.app),
-        }
-        if self.call.route is not None:  # its body sees by which it first came
-            self._delivery_info.update(zip(("exchange", "routing_key"), self.call.route))
+        follow(self.app, self.hostname, wanted=self._delivery.has_events)
 
     def _call_of_message(self) -> Call:
-        """What is ignored of its header is said once: the child does not see it."""
+        """What is ignored of its header is taken out of it: no retry brings it along."""
         said = Call.of(self._request_dict["task"], self._request_dict)
         call = said if self._guard is None else self._guard.fitting(said)
         if not call.has_header:
@@ -286,7 +278,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def _token(self) -> str:
         """The token with which this delivery acquires its lock."""
         retries = retries_of(self._request_dict.get("retries"))
-        return task_token(self.call.task_id, retries, self._request_dict["properties"][NONCE])
+        return task_token(self.call.task_id, retries, self._delivery.nonce)
 
     @property
     def _comes_back(self) -> bool:
@@ -392,12 +384,13 @@ def _leave_late(app: Celery, call: Call) -> bool:
 @task_received.connect  # type: ignore[untyped-decorator]
 def _let_go(request: Any, **_details: Any) -> None:
     """A call that was guarded when it was sent, of a task that is plain here, waits for no lock."""
-    is_guarded = isinstance(request, SingletonRequest) or decorated(request.task.run) is not None
-    if not isinstance(request, SingletonRequest) and is_guarded:
-        _tell_child(request)
-    if HEADER not in request.request_dict or is_guarded:
+    is_decorated = decorated(request.task.run) is not None
+    if isinstance(request, SingletonRequest) or not (is_decorated or HEADER in request.request_dict):
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
+    if is_decorated:
+        Delivery.taken_in(request, call)
+        return
     if call.key and call.may_have_twin:
         logger.warning(
             "%s waits no more: its task is not guarded here. It runs without a lock.",
@@ -409,15 +402,6 @@ def _let_go(request: Any, **_details: Any) -> None:
             request._already_revoked = True  # Celery drops it without a word
             return
     cleanup_of_process().forget(request.app, call, may_wait=True)
-
-
-def _tell_child(request: Request) -> None:
-    """What a guarded task under another base class has to know of its message, should that go back."""
-    properties = {CONTENT_TYPE: request.content_type, **origin_here(request.app)}
-    request._request_dict["properties"] = {**(request._request_dict.get("properties") or {}), **properties}
-    call = Call.of(request.request_dict["task"], request.request_dict)
-    if call.route is not None:
-        request._delivery_info.update(zip(("exchange", "routing_key"), call.route))
 
 
 def _named(message: Any) -> str:
@@ -462,4 +446,4 @@ class OriginOfMessages(bootsteps.StartStopStep):  # type: ignore[misc]
         """Before the worker reads a queue: its event loop is the last step."""
         channel = consumer.task_consumer.channel
         with suppress(AttributeError):  # a transport may fix what a channel has: then a call's route tells
-            channel.basic_consume = noting_queues(channel.basic_consume)
+            channel.basic_consume = noting_queues(consumer.app, channel.basic_consume)

@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import redis
 from celery import Celery
 
+from celery_setnx.call.delivery import DELIVERY, Delivery
+from celery_setnx.call.message import Call
 from celery_setnx.call.wake import lines_of
 from celery_setnx.connection import client_for
 from celery_setnx.lock.names import due_names
@@ -229,6 +231,13 @@ def server_us(client: redis.Redis) -> int:
     """The server's clock in microseconds."""
     seconds, microseconds = client.time()  # type: ignore[misc]
     return int(seconds * 1_000_000 + microseconds)
+
+
+def properties_of(
+    *, content_type: str = "application/json", queue: str = "", is_fanout: bool = False
+) -> dict[str, Delivery]:
+    """The properties of a message, as a task of a worker has them: how it was taken in."""
+    return {DELIVERY: Delivery(Call("t", "id-1"), "ab", content_type, queue, is_fanout, has_events=False)}
 
 
 def settle_marks(app: Celery) -> None:

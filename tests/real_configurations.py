@@ -31,7 +31,8 @@ from celery.signals import after_task_publish
 from celery.states import READY_STATES
 
 from celery_setnx import Conflict, SingletonTask, is_skipped, send_task, singleton
-from celery_setnx.call.queues import QUEUE, bound
+from celery_setnx.call.delivery import Delivery
+from celery_setnx.call.queues import bound
 from celery_setnx.signals import call_deduplicated
 from examples.embedded import EmbeddedServer
 from tests.harness import Journal, Worker, wait_until
@@ -164,7 +165,8 @@ def _work(self: Task, name: str, mode: str, gate: str, inside: Callable[[], Any]
     request, lock = current_task.request, current_lock()
     wait_until(lambda: _retries_are_stored(request.id), "RETRY of earlier attempts")
     came = [request.delivery_info.get(word) or "" for word in ("exchange", "routing_key")]
-    queue, _fanout = (request.properties or {}).get(QUEUE) or ["", False]
+    delivery = Delivery.of(request)
+    queue = delivery.queue if delivery else ""
     about = {"task_id": request.id, "name": name, "retries": request.retries}
     journal.write("start", **about, came=came, queue=queue, fence=lock and lock.fence)
     inside()

@@ -19,10 +19,10 @@ from kombu.serialization import prepare_accept_content
 from celery_setnx import SingletonTask
 from celery_setnx.call.back import PICKLE, Message, seconds_until
 from celery_setnx.call.message import HEADER, Call
-from celery_setnx.call.queues import QUEUE
 from celery_setnx.call.wake import COURIER
 from celery_setnx.request import SingletonRequest
 from tests.conftest import LOCK_DB
+from tests.harness import properties_of
 
 CONTEXT: ContextVar[str] = ContextVar("what this process does")
 CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", has_header=True)
@@ -264,7 +264,7 @@ def test_message_expires_when_its_call_does(app, expires, lasts):
 def test_queue_of_a_call_is_told_by_the_worker_else_by_its_route(app, came, noted, goes):
     """A binding in the broker that the app does not know of may have led it there."""
     task = app.tasks["t"]
-    properties = {QUEUE: (noted, False)} if noted else {}
+    properties = properties_of(queue=noted)
     info = dict(zip(("exchange", "routing_key"), came))
     task.request_stack.push(Context({"id": "id-1", "delivery_info": info, "properties": properties}))
     assert Message.of(task).queue == goes
@@ -295,7 +295,7 @@ def test_pickled_call_is_known(app, serializer, pickled):
     task = app.tasks["t"]
     task.apply_async(task_id="id-1", serializer=serializer)
     first = received(app)
-    properties = {"setnx_content_type": first.content_type}
+    properties = properties_of(content_type=first.content_type)
     task.request_stack.push(Context({"id": "id-1", "properties": properties}))
     assert (Message.of(task).content_type == PICKLE) is pickled
     task.request_stack.pop()
@@ -321,7 +321,7 @@ def test_message_of_the_first_protocol_comes_back_in_it(app, by_line):
     (args, kwargs, embedded), headers, _decoded, _utc = hybrid_to_proto2(first, first.payload)
     request = Context({**headers, **embedded, "args": args, "kwargs": kwargs, "called_directly": False})
     request.correlation_id = first.properties["correlation_id"]
-    request.delivery_info, request.properties = first.delivery_info, {QUEUE: ("own", False)}
+    request.delivery_info, request.properties = first.delivery_info, properties_of(queue="own")
     app.tasks["t"].request_stack.push(request)
     try:
         message, call = Message.of(app.tasks["t"]), Call.of("t", headers)

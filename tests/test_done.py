@@ -15,6 +15,7 @@ from celery_setnx import DuplicateTask, OptionError, SingletonTask, check, is_sk
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.names import done_name, mark_name
 from celery_setnx.lock.record import task_of, task_token
+from celery_setnx.lock.verbs import Caller
 from celery_setnx.testing import guarded, locks_on
 from tests.harness import DEADLINE_S, Journal, Worker, wait_until
 from tests.stage import Parked, wait_for_ends
@@ -132,7 +133,7 @@ def test_process_that_dies_before_it_stores_its_result_does_not_count(
     task, gate = tasks.waiting, f"gated-{name}"
     first = journal.reached("start", task.delay(gate, "deadly"))
     waiter = SetnxLock(locks, task.lock_key(gate), line=True)
-    assert waiter.acquire(token=task_token("other", 0, "a1"), linger=60).lock is None
+    assert waiter.acquire(token=task_token("other", 0, "a1"), caller=Caller(linger_s=60)).lock is None
     gates(gate, 1)
     with pytest.raises(WorkerLostError):
         first.get(timeout=30)

@@ -31,7 +31,7 @@ LONG = {
     *("task.apply_async", "call.publish.send_task", "metrics.serve"),
     *("lock.lock.acquire",),
 }
-MANY = {"task.apply_async", "lock.lock.acquire", "lock.lock.__init__"}
+MANY = {"task.apply_async", "lock.lock.__init__"}
 
 
 def _name(path: Path) -> str:

@@ -15,6 +15,7 @@ from celery_setnx.lock.line import LineEntry, ParkReply, leave, park, successor_
 from celery_setnx.lock.names import line_names, permit_names, successor_name, ticket_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, task_token
+from celery_setnx.lock.verbs import Caller
 from tests.harness import age
 
 NAME = "t:{line}"
@@ -52,7 +53,7 @@ class Line:
 
     def attempt(self, task_id: str, copy: str = ORIGINAL, **details: Any) -> Outcome:
         """A task's attempt to acquire the lock."""
-        return self.another().acquire(token=task_token(task_id, 0, "0a"), copy=copy, **details)
+        return self.another().acquire(token=task_token(task_id, 0, "0a"), caller=Caller(copy=copy, **details))
 
     def members(self) -> list[str]:
         """Who waits, the first in line first."""
@@ -80,7 +81,7 @@ def test_line_is_served_in_order_of_waiting_time_to_its_end(locks, line):
     assert line.hand_on() == A
     for task_id, heir in (("a", B), ("b", C), ("c", None)):
         held = line.another()
-        outcome = held.acquire(token=task_token(task_id, 0, "0a"), copy=f"{task_id}1")
+        outcome = held.acquire(token=task_token(task_id, 0, "0a"), caller=Caller(copy=f"{task_id}1"))
         assert (outcome.acquired, outcome.taken_over_from) == (True, None)
         assert line.hand_on(held) == heir
     assert not locks.exists(NAME, LINE, CALLS)
@@ -170,11 +171,13 @@ def test_call_with_the_task_id_of_one_that_waits_has_not_its_turn(locks, limit, 
     else:
         locks.delete(holders[-1].key if limit == 1 else permit_names(NAME, 1)[0])
 
-    second = lock.acquire(token=task_token("nightly", 0, "b2"), call_id="b", shared=True)
+    second = lock.acquire(token=task_token("nightly", 0, "b2"), caller=Caller(call_id="b", shared=True))
     assert (second.acquired, second.holder is not None) == (False, True)
     assert second.is_due is not is_handed
     assert locks.hget(CALLS, "nightly").endswith("|first")
-    woken = lock.acquire(token=task_token("nightly", 0, "a1"), call_id="a", shared=True, copy="x1")
+    woken = lock.acquire(
+        token=task_token("nightly", 0, "a1"), caller=Caller(call_id="a", shared=True, copy="x1")
+    )
     assert woken.acquired
     assert locks.hget(CALLS, "nightly") is None
 
@@ -194,7 +197,7 @@ def test_call_passes_nobody_who_waits_and_is_told_whose_turn_it_is(locks, line):
 def test_call_passes_those_who_have_not_asked_again(locks, line, gone):
     """Their processes have died while they asked. Behind ten of them somebody else may wait."""
     for number in range(gone):
-        assert not line.attempt(f"dead-{number}", linger=0.001).acquired
+        assert not line.attempt(f"dead-{number}", linger_s=0.001).acquired
     time.sleep(0.002)
     line.hand_on()
     for number in range(gone):  # a release has seen to the first ten
@@ -223,7 +226,9 @@ def test_wake_ups_in_vain_are_those_of_one_attempt(locks, attempt, vain):
     ticket = ticket_name(NAME, "a")
     locks.set(ticket, "0||2", px=60_000)
     lock = SetnxLock(locks, NAME, lease=60, line=True)
-    assert lock.acquire(token=task_token("a", attempt, "0a"), copy="c", attempt=attempt).acquired
+    assert lock.acquire(
+        token=task_token("a", attempt, "0a"), caller=Caller(copy="c", attempt=attempt)
+    ).acquired
     assert locks.get(ticket) == f"{attempt}|c|{vain}"
 
 

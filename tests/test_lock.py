@@ -12,6 +12,7 @@ import pytest
 
 from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
 from celery_setnx.lock import held as held_module
+from celery_setnx.lock import verbs
 from celery_setnx.lock.verbs import RELEASE
 from tests.harness import age, raising, server_us
 
@@ -186,21 +187,18 @@ def test_renewal_repairs_what_a_classic_loser_overwrote(locks):
     assert locks.get(NAME) is None
 
 
-def test_wait_ends_when_the_lock_is_released(locks):
+def test_wait_ends_when_the_lock_is_released(locks, monkeypatch):
     """acquire(wait=...) gets a lock that is freed meanwhile, long before its deadline, at its next try."""
-    held = SetnxLock(locks, NAME, lease=600).acquire().lock
-    tries = []
+    held, acquire, tries = SetnxLock(locks, NAME, lease=600).acquire().lock, verbs.acquire, []
 
-    class ReleasingLock(SetnxLock):
-        """Frees the lock of the other after a few tries."""
+    def acquire_once(*args: Any, **more: Any) -> Any:
+        tries.append(args)
+        if len(tries) == 4:
+            held.release()
+        return acquire(*args, **more)
 
-        def _acquire_once(self, *args: Any) -> Any:
-            tries.append(args)
-            if len(tries) == 4:
-                held.release()
-            return super()._acquire_once(*args)
-
-    assert ReleasingLock(locks, NAME).acquire(wait=60).acquired
+    monkeypatch.setattr(verbs, "acquire", acquire_once)
+    assert SetnxLock(locks, NAME).acquire(wait=60).acquired
     assert len(tries) == 4
 
 
@@ -310,13 +308,13 @@ def test_token_is_one_line(locks):
 def test_interrupted_acquire_gives_back_what_it_may_hold(locks, monkeypatch):
     """A time limit that strikes between the server's grant and our reading it leaves no lock behind."""
     lock = SetnxLock(locks, NAME)
-    acquire = SetnxLock._acquire_once
+    acquire = verbs.acquire
 
-    def interrupted(self: SetnxLock, *args: Any) -> Any:
-        acquire(self, *args)
+    def interrupted(*args: Any, **more: Any) -> Any:
+        assert acquire(*args, **more).word == "acquired"
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SetnxLock, "_acquire_once", interrupted)
+    monkeypatch.setattr(verbs, "acquire", interrupted)
     with pytest.raises(KeyboardInterrupt):
         lock.acquire()
     assert not locks.exists(NAME)

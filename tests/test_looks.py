@@ -26,7 +26,7 @@ from celery_setnx.lock.line import SOON_S, LineEntry, note_due, park
 from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
-from celery_setnx.lock.verbs import serve
+from celery_setnx.lock.verbs import Caller, serve
 from celery_setnx.run import looks, sweep
 from celery_setnx.run.attempt import Attempt
 from celery_setnx.run.looks import EARLIEST_S, SweepReport, TimedLooks
@@ -355,7 +355,7 @@ class Workers:
     def ask(self, task_id: str, worker: Sweep) -> None:
         """A call asks for its lock; ahead of its start once more, in its slot."""
         lock = self.lock()
-        outcome = lock.acquire(token=task_token(task_id, 0, "0a"), copy="c")
+        outcome = lock.acquire(token=task_token(task_id, 0, "0a"), caller=Caller(copy="c"))
         if outcome.lock is None:
             assert outcome.paced
             assert outcome.remaining_s is not None

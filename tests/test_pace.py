@@ -16,6 +16,7 @@ from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.names import line_names, permits_name, record_name, starts_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, ServeReply, Terms, task_token
+from celery_setnx.lock.verbs import Caller
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
 
 NAME = "t:{pace}"
@@ -55,7 +56,9 @@ def of_task(
     client: redis.Redis, task_id: str, rate: Any = TWO_IN_60, retries: int = 0, **about: Any
 ) -> Outcome:
     """A task's attempt to acquire the lock."""
-    return the_lock(client, rate=rate).acquire(token=task_token(task_id, retries, "0a"), **about)
+    return the_lock(client, rate=rate).acquire(
+        token=task_token(task_id, retries, "0a"), caller=Caller(**about)
+    )
 
 
 def wait(client: redis.Redis, task_id: str, since: float) -> ParkReply:

@@ -15,7 +15,7 @@ from celery_setnx.lock.line import LineEntry, ParkReply, leave, park
 from celery_setnx.lock.names import permit_names, permits_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
-from celery_setnx.lock.verbs import serve
+from celery_setnx.lock.verbs import Caller, serve
 from tests.harness import lock_keys
 from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
 
@@ -42,7 +42,7 @@ def held_by(client: redis.Redis, *tokens: str, limit: int = 3, **options: Any) -
 
 def of_task(client: redis.Redis, task_id: str, limit: int = 3, **details: Any) -> Outcome:
     """A task's attempt to acquire the lock."""
-    return the_lock(client, limit).acquire(token=task_token(task_id, 0, "0a"), **details)
+    return the_lock(client, limit).acquire(token=task_token(task_id, 0, "0a"), caller=Caller(**details))
 
 
 def wait(client: redis.Redis, task_id: str, since: float, limit: int = 3) -> ParkReply:
@@ -101,7 +101,7 @@ def test_so_many_hold_it_and_the_next_is_refused(locks):
 def test_refused_caller_is_told_of_two_holders_whatever_the_limit(locks):
     """Of the one that ends first, and of the one that has held for longest: the reply is short."""
     held_by(locks, *(f"holder{number:03}" for number in range(100)), limit=100)
-    found = verbs.acquire(the_lock(locks, 100), token="another", dead="", call_id="", message=None)
+    found = verbs.acquire(the_lock(locks, 100), token="another")
     assert sum(str(item).count("holder") for item in found) == 2
     assert len("".join(map(str, found))) < 500
 
@@ -150,13 +150,13 @@ def test_dead_holders_permit_is_released_on_its_behalf(locks):
 def test_interrupted_acquire_gives_back_the_permit_that_it_may_hold(locks, monkeypatch):
     """Whichever the server gave it."""
     held_by(locks, "one")
-    acquire = SetnxLock._acquire_once
+    acquire = verbs.acquire
 
-    def interrupted(self: SetnxLock, *args: Any) -> Any:
-        assert acquire(self, *args).lock.permit == 1
+    def interrupted(*args: Any, **more: Any) -> Any:
+        assert acquire(*args, **more).permit == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SetnxLock, "_acquire_once", interrupted)
+    monkeypatch.setattr(verbs, "acquire", interrupted)
     with pytest.raises(KeyboardInterrupt):
         the_lock(locks).acquire()
     assert tokens(locks) == {0: "one"}
@@ -196,7 +196,7 @@ def test_woken_call_that_finds_more_free_has_the_line_looked_at(locks):
         wait(locks, task_id, since, limit=1)
     one.release()
     woken = the_lock(locks, 3)
-    assert woken.acquire(token=task_token("a", 0, "0a"), copy="a1").is_due
+    assert woken.acquire(token=task_token("a", 0, "0a"), caller=Caller(copy="a1")).is_due
     assert [serve(the_lock(locks)).heir.task_id for _ in range(2)] == ["b", "c"]
     assert not of_task(locks, "b", copy="b1").is_due
 
@@ -207,7 +207,7 @@ def test_call_has_the_line_looked_at_if_one_more_may_start(locks, starts):
     for task_id, since in (("a", 10.0), ("b", 20.0)):
         wait(locks, task_id, since)
     paced = SetnxLock(locks, NAME, lease=LEASE, line=True, limit=3, rate=(starts, 60))
-    assert paced.acquire(token=task_token("a", 0, "0a"), copy="a1").is_due == (starts > 1)
+    assert paced.acquire(token=task_token("a", 0, "0a"), caller=Caller(copy="a1")).is_due == (starts > 1)
 
 
 def test_script_hands_its_permit_to_nobody_as_it_wakes_nobody(locks):
@@ -325,7 +325,7 @@ def test_one_permit_is_what_a_lock_without_permits_was(locks, foreign_keys, monk
 
     def acquired(task_id: str, copy: str = ORIGINAL) -> SetnxLock:
         lock = SetnxLock(locks, NAME, **about)
-        assert lock.acquire(token=task_token(task_id, 0, "0a"), copy=copy).acquired
+        assert lock.acquire(token=task_token(task_id, 0, "0a"), caller=Caller(copy=copy)).acquired
         return lock
 
     def record(token: str, deadline: int, fence: str, state: str, since: int, info: str = "{}") -> str:
@@ -367,7 +367,7 @@ def test_one_permit_is_what_a_lock_without_permits_was(locks, foreign_keys, monk
     assert keys_of(locks) == {
         "": (AT[22], 82.0), ":holder": (record("d", 22, fence, "running", 12), 82.0), ":ticket:d": "0|d1|0"
     }  # fmt: skip
-    resting = d.acquire(token=task_token("d", 0, "0a"), copy="d1").lock
+    resting = d.acquire(token=task_token("d", 0, "0a"), caller=Caller(copy="d1")).lock
     assert resting.release(at_least_for=5) == "resting"
     assert keys_of(locks) == {
         "": (AT[17], 77.0), ":holder": (record("d", 17, fence, "resting", 12), 77.0), ":ticket:d": "0|d1|0"
@@ -383,7 +383,7 @@ def test_overtaken_call_that_may_not_start_yet_stands_where_it_stood(locks):
     seconds, us = locks.time()
     locks.zadd(f"{NAME}:starts", {"another": seconds * 1_000_000 + us})
     locks.expire(f"{NAME}:starts", 200)
-    outcome = lock.acquire(token=task_token("a", 0, "0a"), copy="a1", remember=60)
+    outcome = lock.acquire(token=task_token("a", 0, "0a"), caller=Caller(copy="a1", remember_s=60))
     assert (outcome.acquired, outcome.paced) == (False, True)
     assert locks.zrange(f"{NAME}:line", 0, -1, withscores=True) == [("a", 10_000_000.0)]
 
@@ -394,7 +394,7 @@ def test_dead_holder_that_had_given_its_lock_back_has_ended(locks, now_of):
     lock = SetnxLock(locks, "ended", line=True)
     held = lock.acquire(token="a|0|1a").lock
     if now_of == "the first in line":
-        lock.acquire(token="b|0|2b", linger=60)
+        lock.acquire(token="b|0|2b", caller=Caller(linger_s=60))
     held.release()
     if now_of == "another program":
         locks.set("ended", "99999999999", ex=60)

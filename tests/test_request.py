@@ -22,7 +22,7 @@ from celery_setnx.lock.line import SOON_S, leave, note_due, park
 from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import ORIGINAL, task_token
-from celery_setnx.lock.verbs import serve
+from celery_setnx.lock.verbs import Caller, serve
 from celery_setnx.run import cleanup as cleanup_module
 from celery_setnx.run import sweep as sweep_module
 from celery_setnx.run.cleanup import Cleanup, cleanup_of_process
@@ -261,9 +261,8 @@ def test_call_that_has_failed_with_its_process_does_not_run_later(waiting, polic
     assert killed(waiting, call)[0] == "FAILURE"
     again, retry = call._replace(waits=1), call._replace(attempt=1)
     for which, is_stale in ((again, True), (retry, False)):
-        details = {"copy": which.copy, "attempt": which.attempt, "remember": 0}
-        lock = SetnxLock(client_for(waiting.app), call.key, line=True)
-        outcome = lock.acquire(token=task_token("id-1", which.attempt, "1f"), **details)
+        lock, caller = SetnxLock(client_for(waiting.app), call.key, line=True), Caller("", which.attempt)
+        outcome = lock.acquire(token=task_token("id-1", which.attempt, "1f"), caller=caller)
         assert outcome.stale == is_stale
 
 

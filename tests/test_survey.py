@@ -313,7 +313,7 @@ def test_look_says_what_a_call_is_told(locks, limit):
             age(locks, KEY, 30)
         seen = look(locks, KEY, terms=Terms(limit))
         lock = SetnxLock(locks, KEY, limit=limit, mark=mark_name(KEY))
-        word = verbs.acquire(lock, token="new", dead="", call_id="", message=None).word
+        word = verbs.acquire(lock, token="new").word
         assert seen.word == word == {"free": "acquired", "ended": "taken_over"}.get(state, state)
 
 

@@ -20,6 +20,7 @@ from celery_setnx.lock.line import have_begun, park
 from celery_setnx.lock.names import line_names, ticket_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Heir, Holder
+from celery_setnx.lock.verbs import Caller
 from celery_setnx.options import Options
 from celery_setnx.run import courier
 from celery_setnx.run import park as parking
@@ -195,7 +196,7 @@ def test_woken_call_that_has_had_its_lock_is_parked_with_another_courier(server,
     call = Call("t", "id-1", key=KEY, call_id="c", copy="a1", since=10.0, waits=1)
     if had_its_lock:
         park(locks, call.place(600), copy=ORIGINAL, since=10.0, call="c")
-        lock.acquire(token="id-1|0|1f", copy="a1", call_id="c").lock.release()
+        lock.acquire(token="id-1|0|1f", caller=Caller(copy="a1", call_id="c")).lock.release()
     lock.acquire(token="id-2|0|2f")
     if not had_its_lock:
         park(locks, call.place(600), copy=ORIGINAL, since=10.0, call="c")

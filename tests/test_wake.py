@@ -23,6 +23,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.lock.line import PASSED_OVER, note_due, park
 from celery_setnx.lock.names import line_names
 from celery_setnx.lock.record import task_token
+from celery_setnx.lock.verbs import Caller
 from celery_setnx.run import unswept as unswept_module
 from celery_setnx.run.courier import ParkedCall, put_back
 from celery_setnx.run.sweep import CourierRequest, Sweep, _couriers_here
@@ -117,7 +118,9 @@ class Shop:
     def begins(self, locks: Any, task_id: str) -> Any:
         """A call has come, and has the lock."""
         lock = SetnxLock(locks, self.key(), line=True, lease=60)
-        outcome = lock.acquire(token=f"{task_id}|0|{os.urandom(4).hex()}", copy=f"copy of {task_id}")
+        outcome = lock.acquire(
+            token=f"{task_id}|0|{os.urandom(4).hex()}", caller=Caller(copy=f"copy of {task_id}")
+        )
         assert outcome.acquired
         return outcome.lock
 

@@ -14,11 +14,12 @@ from kombu.common import Broadcast
 
 from celery_setnx import LockUnavailable, SingletonTask
 from celery_setnx.call.back import Dropped, Message, come_back
+from celery_setnx.call.delivery import DELIVERY
 from celery_setnx.call.message import Call
-from celery_setnx.call.queues import QUEUE, NoWayBack, delayed_way_to, noting_queues
+from celery_setnx.call.queues import NoWayBack, delayed_way_to, noting_queues
 from celery_setnx.request import SingletonRequest
 from tests.conftest import LOCK_DB
-from tests.harness import wait_until
+from tests.harness import properties_of, wait_until
 
 TOPIC, DIRECT = Exchange("topics", type="topic"), Exchange("directs", type="direct")
 QUEUES = {
@@ -91,7 +92,7 @@ class Reader:
         self.app, self.messages = app, []
         self.connection = app.connection_for_read()
         channel = self.connection.default_channel
-        channel.basic_consume = noting_queues(channel.basic_consume)
+        channel.basic_consume = noting_queues(app, channel.basic_consume)
         self.consumer = app.amqp.TaskConsumer(channel, on_message=self.take)
         self.consumer.consume()
 
@@ -121,7 +122,7 @@ def exchanges_of(queue: Queue) -> list[Exchange]:
 
 
 def queue_of(told: dict[str, Any]) -> str:
-    return str(told["properties"][QUEUE][0])
+    return str(told["properties"][DELIVERY].queue)
 
 
 @pytest.fixture
@@ -268,7 +269,7 @@ def broadcast(app_of) -> Any:
     app = app_of("redis", [Broadcast("all"), Queue("one")])
     (name,) = (queue.name for queue in app.amqp.queues.values() if queue.exchange.type == "fanout")
     task = app.tasks["t"]
-    properties = {QUEUE: (name, True)}
+    properties = properties_of(queue=name, is_fanout=True)
     info = {"exchange": "all", "routing_key": ""}
     task.request_stack.push(Context(id="id-1", delivery_info=info, properties=properties, retries=0))
     yield task

@@ -11,6 +11,8 @@ from celery.app.task import Context, Task
 from celery.utils.threads import LocalStack
 from kombu.utils import json
 
+from celery_setnx.call.delivery import DELIVERY
+
 _KEPT = "_setnx_arrived"
 # What is none of its headers, and goes back whatever it holds.
 _ALWAYS_KEPT = ("args", "kwargs", "callbacks", "errbacks", "chain", "chord", "properties", "delivery_info")
@@ -59,11 +61,13 @@ def _keep(request: Any) -> None:
 
 
 def _as_came(request: Context) -> dict[str, Any]:
-    """All that a request has, but for the headers that Celery collects a second time.
+    """All that a request has, but for its delivery, and the headers that Celery collects a second time.
 
     A message may have a header `headers` of its own, as tracers send one.
     """
     own = dict(vars(request))
+    if DELIVERY in (own.get("properties") or ()):
+        own["properties"] = {n: value for n, value in own["properties"].items() if n != DELIVERY}
     collected = own.get("headers")
     if not isinstance(collected, Mapping) or all(own.get(n) is value for n, value in collected.items()):
         own.pop("headers", None)

@@ -26,9 +26,9 @@ from celery_setnx.address import SCHEMES
 from celery_setnx.arguments import pass_on_time_limit
 from celery_setnx.call.arrived import arrived
 from celery_setnx.call.broker import broker_of, broker_scheme
+from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.queues import (
-    QUEUE,
     bound,
     delayed_way_to,
     driver_of,
@@ -47,15 +47,6 @@ from celery_setnx.log import Log, fields
 from celery_setnx.wording import unstopped
 
 logger = Log("celery_setnx")
-
-NONCE = "setnx_nonce"
-"""The message property that makes the token of every delivery its own."""
-
-CONTENT_TYPE = "setnx_content_type"
-"""The message property that tells the task how its message was serialized."""
-
-EVENTS = "setnx_events"
-"""The message property that tells the task whether its worker sends task events; True or False."""
 
 PICKLE = "application/x-python-serialize"
 
@@ -139,7 +130,8 @@ class Message:
         came = arrived(task.request)
         headers = {name: value for name, value in came.items() if name not in _NO_HEADERS}
         had, info = (_mapping(came.get(name)) for name in ("properties", "delivery_info"))
-        queue, fanout = had.get(QUEUE) or (queue_of(task.app, info), False)
+        delivery = Delivery.of(task.request)
+        queue = (delivery and delivery.queue) or queue_of(task.app, info)
         properties = {
             **{name: had.get(name) for name in _PROPERTIES},
             **{name: came.get(name) for name in _OURS},
@@ -150,8 +142,8 @@ class Message:
             properties={name: value for name, value in properties.items() if value is not None},
             queue=queue,
             body=(came.get("args") or (), came.get("kwargs") or {}, {n: came.get(n) for n in _EMBEDDED}),
-            content_type=_content_type_of(task, had),
-            is_fanout=fanout or is_fanout(task.app, queue),
+            content_type=_content_type_of(task, delivery),
+            is_fanout=bool(delivery and delivery.is_fanout) or is_fanout(task.app, queue),
             route=(str(info.get("exchange") or ""), str(info.get("routing_key") or "")),
             broker=broker_of(task.app),
             protocol=1 if "meth" in came else 2,
@@ -451,11 +443,11 @@ def _loaded(app: Celery, body: Any, content_type: str, encoding: str) -> tuple[A
     return args, kwargs, embedded
 
 
-def _content_type_of(task: Task, properties: Mapping[str, Any]) -> str:
+def _content_type_of(task: Task, delivery: Delivery | None) -> str:
     """What the running call's message was serialized as; as the task says if that is not known."""
-    known = properties.get(CONTENT_TYPE)
-    is_known = isinstance(known, str) and known in registry.type_to_name
-    return str(known if is_known else registry.name_to_type[task.serializer])
+    if delivery is not None and delivery.content_type in registry.type_to_name:
+        return delivery.content_type
+    return str(registry.name_to_type[task.serializer])
 
 
 def _serializer_of(content_type: str) -> str:

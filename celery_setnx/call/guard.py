@@ -28,7 +28,6 @@ from celery_setnx.options import (
     OF_THE_TASK,
     UNSET,
     Options,
-    Settings,
     check_name,
     merged,
     plain,
@@ -43,7 +42,10 @@ DECORATED = "__singleton__"
 
 
 class Guard:
-    """What binding settles of a task: its options, its key function, where its locks live."""
+    """What binding settles of a task: its options, its key function, where its locks live.
+
+    It goes by the app's settings at the time when it is made. Once they have changed, the task gets another.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class Guard:
         **checks: Any,
     ) -> None:
         self.app = app
-        self.state = configured(app)  # by which it is made
+        self.state, self.settings = configured(app), settings_of(app)
         self.ignores_result = ignores_result
         self.checks = checks  # what `KeyFunction` asks of a call's arguments
         self.task = task
@@ -65,11 +67,6 @@ class Guard:
         self.options = self._checked(merged(task, *self.layers))
         self.key_function = KeyFunction(self.options.key, signature, task, **checks)
         check_name(f"scope of {task}", self.options.scope or task)
-
-    @property
-    def settings(self) -> Settings:
-        """The app's settings as they are now, also if they came after the task was bound."""
-        return settings_of(self.app)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
         """The guard of many calls that have the same options of their own."""

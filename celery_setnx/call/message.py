@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -31,7 +30,7 @@ REPLACED = 1_000_000
 LATEST = 1e11
 """The last time (Unix seconds, in the year 5138) at which anything is to be done."""
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: Mapping[str, Any] = {}
 
 
 class Call(NamedTuple):

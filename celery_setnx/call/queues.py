@@ -30,10 +30,7 @@ from celery_setnx.log import Log
 
 logger = Log("celery_setnx")
 
-QUEUE = "setnx_queue"
-"""The message property that tells the task which queue its message came from, and if that is a fanout's."""
-
-_delivering: ContextVar[str] = ContextVar("celery_setnx_queue", default="")
+_delivering: ContextVar[tuple[str, bool]] = ContextVar("celery_setnx_queue", default=("", False))
 # Transports where each queue of a fanout exchange has messages of its own, which its name reaches. On others
 # (Redis, MongoDB, ...) it is a subscription to all that the exchange is sent.
 _REACHED = frozenset(["amqp", "memory", "filesystem", "sqs"])
@@ -47,13 +44,15 @@ class NoWayBack(Exception):
     """A message cannot be sent to a queue that is read, and only there."""
 
 
-def noting_queues(consume: Callable[..., Any]) -> Callable[..., Any]:
+def noting_queues(app: Celery, consume: Callable[..., Any]) -> Callable[..., Any]:
     """A channel's `basic_consume`, which says from which queue a delivery is (see `origin_here`)."""
 
     @wraps(consume)
     def basic_consume(queue: str = "", *args: Any, callback: Any = None, **kwargs: Any) -> Any:
+        origin = queue, is_fanout(app, queue)
+
         def on_message(message: Any) -> Any:
-            token = _delivering.set(queue)
+            token = _delivering.set(origin)
             try:
                 return callback(message)
             finally:
@@ -66,10 +65,9 @@ def noting_queues(consume: Callable[..., Any]) -> Callable[..., Any]:
     return basic_consume
 
 
-def origin_here(app: Celery) -> dict[str, tuple[str, bool]]:
-    """The message property with the queue of the delivery that this process is taking in, if it is known."""
-    queue = _delivering.get()
-    return {QUEUE: (queue, is_fanout(app, queue))} if queue else {}
+def origin_here() -> tuple[str, bool]:
+    """The queue of the delivery that this process is taking in, and if it is a fanout's; empty: not known."""
+    return _delivering.get()
 
 
 def queue_of(app: Celery, delivery_info: Mapping[str, Any]) -> str:

@@ -29,7 +29,6 @@ from celery_setnx.lock.names import line_names, record_name
 from celery_setnx.lock.outcome import Outcome, conflict
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import (
-    ORIGINAL,
     PLAIN,
     US,
     Holder,
@@ -37,7 +36,7 @@ from celery_setnx.lock.record import (
     Turn,
     task_of,
 )
-from celery_setnx.lock.verbs import NamedLock, Permit, Released
+from celery_setnx.lock.verbs import ANYBODY, Caller, NamedLock, Permit, Released
 from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
@@ -134,14 +133,7 @@ class SetnxLock(NamedLock):
         *,
         token: str | None = None,
         dead: str = "",
-        copy: str = ORIGINAL,
-        remember: float = 0.0,
-        linger: float = 0.0,
-        since: float = 0.0,
-        attempt: int = 0,
-        call_id: str = "",
-        second: bool = False,
-        shared: bool = False,
+        caller: Caller = ANYBODY,
     ) -> Outcome:
         """Try to become the holder.
 
@@ -152,19 +144,7 @@ class SetnxLock(NamedLock):
                 its own resting lock does not stand in its way, and a lock held for its retry is resumed.
             dead: The token of a holder whose process is proved dead; its lock is taken over before its
                 deadline. Defaults to none.
-            copy: Which of a call's messages this is; of several only one acquires. Defaults to its first.
-            remember: Seconds for which it is remembered that this one has acquired. Defaults to 0: only if
-                the call has waited in line.
-            linger: Seconds for which, if another holds the lock, the task stands in line because it is going
-                to ask again. Defaults to 0: it does not.
-            since: Server time (Unix seconds) since which it does. Defaults to 0: since now.
-            attempt: Number of the task's attempt; messages of an earlier one are stale. Defaults to 0.
-            call_id: What tells the call from others that were given the same task id. Defaults to nothing.
-            second: Whether another delivery of the task's attempt may have begun, and ended. Then the task's
-                own mark stays, because it may be the retry's, and its own resting lock stands in the way.
-                Defaults to False.
-            shared: Whether other calls may have the task's id, and be told from it: a place in line under
-                that id may be theirs. Defaults to False.
+            caller: The call that it is for. Defaults to one that does not wait.
 
         Returns:
             The outcome. That another holds the lock is a value, not an error.
@@ -174,14 +154,16 @@ class SetnxLock(NamedLock):
             LockRefused: Redis refuses a command.
         """
         token = token or os.urandom(16).hex()
-        message = None
-        if copy != ORIGINAL or attempt or remember or linger or second or shared:
-            message = verbs.Message(copy, remember, linger, since, attempt, second, shared)
         give_up = self.clock() + _seconds(wait) if wait else 0.0
         pause = 0.01
         while True:
+            before = self.clock()
             try:
-                outcome = self._acquire_once(token, dead, call_id, message)
+                reply = verbs.acquire(self, token=token, dead=dead, caller=caller)
+                if reply.word in ("held", "stale", "line", "paced"):
+                    outcome = conflict(reply, token, self.terms)
+                else:
+                    outcome = self._acquired(reply, token, before)
             except SetnxError:
                 raise
             except BaseException:
@@ -199,14 +181,14 @@ class SetnxLock(NamedLock):
             time.sleep(min(left, pause * random.uniform(0.5, 1.0)))
 
     def acquire_at_death(
-        self, *, same_host: bool = True, token: str | None = None, **details: Any
+        self, *, same_host: bool = True, token: str | None = None, caller: Caller = ANYBODY
     ) -> Outcome:
         """Try to become the holder; at once too if the holder's process, on this host, is surely dead.
 
         Args:
             same_host: Whether to look for such a proof. Defaults to True.
             token: As in `acquire`.
-            details: As in `acquire`.
+            caller: As in `acquire`.
 
         Returns:
             The outcome, as `acquire`.
@@ -216,12 +198,12 @@ class SetnxLock(NamedLock):
             LockRefused: Redis refuses a command.
         """
         token = token or os.urandom(16).hex()
-        outcome = self.acquire(token=token, **details)
+        outcome = self.acquire(token=token, caller=caller)
         holder = outcome.ends_first
         if holder is None or not same_host or holder.state != "running" or not is_surely_dead(holder.info):
             return outcome
         # The script compares the dead token, so that nobody else's lock is meant.
-        return self.acquire(token=token, dead=holder.token, **details)
+        return self.acquire(token=token, dead=holder.token, caller=caller)
 
     def release(self) -> Released:
         """Release what the last `acquire()` on this object acquired; see `HeldLock.release`.
@@ -339,15 +321,8 @@ class SetnxLock(NamedLock):
                     extra=fields("lost", key=self.name),
                 )
 
-    def _acquire_once(self, token: str, dead: str, call_id: str, message: verbs.Message | None) -> Outcome:
-        before = self.clock()
-        reply = verbs.acquire(self, token=token, dead=dead, call_id=call_id, message=message)
-        if reply.word in ("held", "stale", "line", "paced"):
-            return conflict(reply, token, self.terms)
-        return self._acquired(reply, token, before)
-
     def _acquired(self, reply: verbs.AcquireReply, token: str, before: float) -> Outcome:
-        """The outcome of a lock that was acquired though there was something to be told."""
+        """The outcome of a command sent at a time that has acquired the lock."""
         word = reply.word
         return Outcome(
             True,

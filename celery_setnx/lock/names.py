@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from hashlib import blake2b
 
 _SCOPE_AND_DIGEST = re.compile(r"(.+):([0-9a-f]{32})", re.DOTALL)
@@ -20,6 +21,7 @@ def scope_and_digest(lock_name: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (inner, "")
 
 
+@lru_cache(maxsize=100)  # each call asks for half a dozen names beside its lock
 def tagged(lock_name: str) -> str:
     """What the names beside a lock begin with, in its cluster slot; ValueError if there can be none."""
     start = lock_name.find("{")

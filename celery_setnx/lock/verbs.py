@@ -96,16 +96,36 @@ class Permit(NamedTuple):
     token: str
 
 
-class Message(NamedTuple):
-    """What the message of a call says that may have waited, or may wait; see `SetnxLock.acquire`."""
+class Caller(NamedTuple):
+    """The call that a lock is acquired for, if it may have waited, or may wait.
 
-    copy: str
-    remember_s: float
-    linger_s: float
-    since: float
-    attempt: int
-    second: bool
-    shared: bool
+    Attributes:
+        call_id: What tells it from others that were given the same task id. Defaults to nothing.
+        attempt: Number of its attempt; messages of an earlier one are stale. Defaults to 0.
+        copy: Which of its messages this is; of several only one acquires. Defaults to its first.
+        remember_s: Seconds for which it is remembered that this one has acquired. Defaults to 0: only if it
+            has waited in line.
+        linger_s: Seconds for which, if another holds the lock, it stands in line because it is going to ask
+            again. Defaults to 0: it does not.
+        since: Server time (Unix seconds) since which it waits. Defaults to 0: since now.
+        second: Whether another delivery of its attempt may have begun, and ended. Then its own mark stays,
+            because it may be the retry's, and its own resting lock stands in its way. Defaults to False.
+        shared: Whether other calls may have its task id, and be told from it: a place in line under that id
+            may be theirs. Defaults to False.
+    """
+
+    call_id: str = ""
+    attempt: int = 0
+    copy: str = ORIGINAL
+    remember_s: float = 0.0
+    linger_s: float = 0.0
+    since: float = 0.0
+    second: bool = False
+    shared: bool = False
+
+
+ANYBODY = Caller()
+"""A caller that neither waits nor has waited."""
 
 
 class AcquireReply(NamedTuple):
@@ -136,7 +156,7 @@ class AcquireReply(NamedTuple):
         return holder_of(self.longest_value, self.longest_record, self.longest_permit)
 
 
-def acquire(lock: NamedLock, *, token: str, dead: str, call_id: str, message: Message | None) -> AcquireReply:
+def acquire(lock: NamedLock, *, token: str, dead: str = "", caller: Caller = ANYBODY) -> AcquireReply:
     """lua/acquire.lua: try to have a lock; a holder with the token `dead` is proved dead."""
     if "\n" in token:
         raise ValueError(f"a token must not contain a line break: {token!r}")
@@ -144,17 +164,14 @@ def acquire(lock: NamedLock, *, token: str, dead: str, call_id: str, message: Me
     keys: tuple[str, ...] = (name, lock.record)
     if lock.line:
         task_id = task_of(token)
-        ticket = ticket_name(name, token if task_id is None else task_id, call_id)
+        ticket = ticket_name(name, token if task_id is None else task_id, caller.call_id)
         keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
     info = told if isinstance(told, str) else _JSON.encode(told) if told else "{}"
     is_plain = terms == PLAIN
     argv: tuple[Any, ...] = (token, lock.lease_us, lock.retention_ms, info, dead)
-    if message is not None:
-        copy, remember_s, linger_s, since, attempt, second, shared = message
-        remember_ms, linger_us, since_us = int(remember_s * 1000), round(linger_s * US), round(since * US)
-        argv += (copy, remember_ms, linger_us, since_us, attempt, terms, int(second), int(shared))
-    elif not is_plain:
-        argv += (ORIGINAL, 0, 0, 0, 0, terms, 0, 0)
+    if caller[1:] != ANYBODY[1:] or not is_plain:  # else the script's defaults hold
+        argv += (caller.copy, int(caller.remember_s * 1000), round(caller.linger_s * US))
+        argv += (round(caller.since * US), caller.attempt, terms, int(caller.second), int(caller.shared))
     reply: list[Any] = ACQUIRE(lock.client, keys, *argv) if is_plain else ["more", lock.limit]
     if reply[0] == "more":
         keys += (starts_name(name),)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +19,8 @@ from celery.utils.dispatch import Signal
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.arrived import let_go
-from celery_setnx.call.back import EVENTS, NONCE, Dropped, come_back, counts_once, tells_redelivery
+from celery_setnx.call.back import Dropped, come_back, counts_once, tells_redelivery
+from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.ended import free_ended, stored_end
 from celery_setnx.call.guard import Guard
 from celery_setnx.call.message import Call, RunningCall, retries_of
@@ -35,6 +35,7 @@ from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import Holder, task_token
+from celery_setnx.lock.verbs import Caller
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import UNSET
 from celery_setnx.run.conflict import Conflict, WaitInLine, backoff, is_own, policy_of, skip_done
@@ -51,7 +52,6 @@ logger = Log("celery_setnx")
 
 _LOOK_AGAIN_S = 1.0
 _LATE_S = 1.0  # a call that comes back may make its last try this long after its max_wait
-_NONCE = re.compile("[0-9a-f]{1,64}")
 _STARTED = "another message has started this call, or has failed"
 
 # Fields of a message whose call something else waits for.
@@ -84,11 +84,11 @@ class Attempt:
         self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.task, self.guard, self.request = task, guard, request
-        self.call = guard.fitting(Call.of(task.name, vars(request)))
+        delivery = Delivery.of(request)
+        self.call = guard.fitting(delivery.call if delivery else Call.of(task.name, vars(request)))
         self.pid = os.getpid()
-        properties = request.properties or {}
-        if EVENTS in properties:
-            follow(task.app, request.hostname, wanted=properties[EVENTS])
+        if delivery is not None:
+            follow(task.app, request.hostname, wanted=delivery.has_events)
         try:
             self.options = guard.options_of(self.call.options)
             if self.options.on_conflict == "join" and not request.is_eager:  # an eager result is not stored
@@ -101,14 +101,16 @@ class Attempt:
             raise
         if not self.call.key:
             self.call = self.call._replace(key=self.lock.name)
-        is_awaited = any(getattr(request, name, None) for name in _AWAITED)
-        if not self.call.has_header and self.options.dedupe_for and not is_awaited:
+        # Whether no publisher has asked if it duplicates another call, and nothing waits for it.
+        is_unasked = not (self.call.has_header or any(getattr(request, name, None) for name in _AWAITED))
+        if is_unasked and self.options.dedupe_for:
             self.call = self.call._replace(unasked=True)  # its message says so if it comes back
-        self.token = task_token(self.call.task_id, retries_of(request.retries), _nonce_of(request))
+        nonce = delivery.nonce if delivery else os.urandom(6).hex()
+        self.token = task_token(self.call.task_id, retries_of(request.retries), nonce)
         self.keeper = keeper_for_process(self.lock.clock)
         self.running = RunningCall(self.call)
         self.running.stand_on(request)
-        self.facts = self._known(is_awaited=is_awaited)
+        self.facts = self._known(is_unasked=is_unasked)
 
     def __str__(self) -> str:
         return str(self.call)
@@ -187,7 +189,7 @@ class Attempt:
 
     # Facts that need no question.
 
-    def _known(self, *, is_awaited: bool) -> Facts:
+    def _known(self, *, is_unasked: bool) -> Facts:
         call, options, request, task = self.call, self.options, self.request, self.task
         self._policy = policy_of(options, request)
         is_again = call.again or (task.acks_late and not tells_redelivery(task.app))
@@ -200,7 +202,7 @@ class Attempt:
         facts.may_be_new = not call.has_header and not call.again
         facts.joins = options.on_conflict == "join" and call.join is not None
         if options.dedupe == "until_started":
-            facts.asks_queued = not call.has_header and not (is_awaited or is_eager)
+            facts.asks_queued = is_unasked and not is_eager
         if options.dedupe_for:
             facts.asks_done = is_done_asked and not (is_linked or is_eager)
         # A message that is acknowledged early has no twin: it has waited for the attempt before it. And a
@@ -444,23 +446,14 @@ class Attempt:
 
     def _ask_for_lock(self, linger_s: float, since: float | None = None) -> Outcome | None:
         call, again = self.call, self.facts.again
-        details: dict[str, Any] = {"token": self.token, "call_id": call.call_id}
-        if linger_s or call.attempt or again or self.is_woken:
-            # 0 seconds mark the first command of a first delivery: it may arrive late, when its call waits.
-            remember_s = BEGUN_S if self.is_woken or (again and self.options.may_wait) else 0.0
-            details |= {
-                "copy": call.copy,
-                "attempt": call.attempt,
-                "remember": remember_s,
-                "linger": linger_s,
-            }
-            details["since"] = (call.since if call.is_woken else 0.0) if since is None else since
-        if again:
-            details["second"] = True
-        if call.is_one_of_several:
-            details["shared"] = True
+        # 0 seconds mark the first command of a first delivery: it may arrive late, when its call waits.
+        remember_s = BEGUN_S if self.is_woken or (again and self.options.may_wait) else 0.0
+        if since is None:
+            since = call.since if call.is_woken else 0.0
+        several = call.is_one_of_several
+        caller = Caller(call.call_id, call.attempt, call.copy, remember_s, linger_s, since, again, several)
         same_host = self.guard.settings.same_host
-        ask = partial(self.lock.acquire_at_death, same_host=same_host, **details)
+        ask = partial(self.lock.acquire_at_death, same_host=same_host, token=self.token, caller=caller)
         outcome: Outcome | None = self.patiently(ask, None)
         if outcome is not None and outcome.is_due:
             look_within(self.task.app, self.task.name, self.lock.name, 0.0)
@@ -536,9 +529,3 @@ def info_of(call: Call, worker: str | None) -> str:
 @lru_cache(maxsize=1000)
 def _info_of_process(pid: int, task: str, worker: str | None) -> str:
     return json.dumps({**identity(), "task": task, "worker": worker}, separators=(",", ":"))
-
-
-def _nonce_of(request: Context) -> str:
-    """The part of the token that tells deliveries apart; the worker's parent gives it, if there is one."""
-    known = (request.properties or {}).get(NONCE)
-    return known if isinstance(known, str) and _NONCE.fullmatch(known) else os.urandom(6).hex()

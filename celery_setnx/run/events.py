@@ -36,11 +36,6 @@ _hostnames: WeakKeyDictionary[Celery, str] = WeakKeyDictionary()
 _silent_until = 0.0
 
 
-def are_wanted(eventer: Any) -> bool:
-    """True if a worker sends task events: its dispatcher is at work for its heartbeat in any case."""
-    return bool(eventer and eventer.enabled and (not eventer.groups or "task" in eventer.groups))
-
-
 def follow(app: Celery, hostname: str, *, wanted: bool) -> None:
     """Send events of an app's locks from this process from now on, or no longer."""
     if not wanted:

@@ -26,8 +26,8 @@ from celery.worker.state import revoked as revoked_tasks
 from celery.worker.state import revoked_stamps
 
 from celery_setnx.call.back import stamps_in
+from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.message import Call
-from celery_setnx.call.queues import origin_here
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
     Later,
@@ -68,8 +68,7 @@ class CourierRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        properties = self._request_dict.get("properties") or {}
-        self._request_dict["properties"] = {**properties, **origin_here(self.app)}
+        Delivery.taken_in(self, Call.of(self.name, self._request_dict), takes_lock=False)
         told = self.kwargs.get("parked") if isinstance(self.kwargs, Mapping) else None
         with suppress(ValueError):  # it says nothing that is understood here
             self.parked = ParkedCall.of(told or {})
@@ -131,7 +130,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._usual_at = time.monotonic()
         self._thread = Lasting("celery_setnx-sweep", partial(self._turn, worker.app), in_parent=True)
         self.ensure()
-        _sweeping.add(self)
+        _sweeping.append(self)
 
     def _see_to_client(self, app: Celery) -> None:
         """A client of its own, which gives up soon; another if the settings have changed, or its timeout."""
@@ -160,6 +159,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def stop(self, _worker: Any) -> None:
         """Sweep no more."""
+        with suppress(ValueError):  # it has not begun, or is told twice
+            _sweeping.remove(self)
         self._stopped.set()
         self._roused.set()
         self._looks.stop()
@@ -308,7 +309,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         return time.monotonic() >= when
 
 
-_sweeping: WeakSet[Sweep] = WeakSet()
+_sweeping: list[Sweep] = []
 
 
 def see_to_sweeps() -> None:
@@ -332,7 +333,7 @@ def look_soon(app: Celery, call: Call) -> None:
 
 def look_again_in(app: Celery, seconds: float | None) -> None:
     """Have an app's workers in this process look at a line in so many seconds; None: there is no need."""
-    for sweep in list(_sweeping):
+    for sweep in list(_sweeping) if seconds is not None else ():
         for looks in sweep.looks_of(app):
             looks.within(seconds)
 

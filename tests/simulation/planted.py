@@ -418,9 +418,9 @@ PLANTED = [
     Planted(partial(calls.play, task="waits"), later_death_is_its, 125),
     Planted(partial(calls.play, task="paced"), turn_has_no_twin, 1066),
     Planted(partial(calls.play, task="paced"), put_back_unseen, 403),
-    Planted(partial(calls.play, task="paced"), end_lost_between_threads, 534),
+    Planted(partial(calls.play, task="paced"), end_lost_between_threads, 4221),
     Planted(partial(calls.play, task="paced"), woken_ahead_parks, 7),
     Planted(partial(calls.play, task="unique"), ended_stays, 65),
-    Planted(partial(calls.play, task="waits"), unplaced_not_put_back, 1222),
+    Planted(partial(calls.play, task="waits"), unplaced_not_put_back, 1252),
     Planted(partial(calls.play, task="waits"), outage_puts_off, 37),
 ]

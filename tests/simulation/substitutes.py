@@ -329,7 +329,7 @@ _STATE: list[tuple[Any, str, Callable[[], Any]]] = [
     (celery_setnx.run.cleanup, "_of_process", dict),
     (celery_setnx.run.run, "RUNNING", dict),
     (celery_setnx.run.sweep, "_held", WeakSet),
-    (celery_setnx.run.sweep, "_sweeping", WeakSet),
+    (celery_setnx.run.sweep, "_sweeping", list),
     (celery_setnx.run.events, "_hostnames", WeakKeyDictionary),
     (celery_setnx.forks.between_forks, "_changed", Condition),
     (celery_setnx.forks.between_forks, "_within", Counter),

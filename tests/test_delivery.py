@@ -1,0 +1,68 @@
+"""What a worker's parent hands to the process that runs a task, without a worker."""
+
+import logging
+import pickle
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.task import Context
+
+from celery_setnx import SingletonTask
+from celery_setnx.call.delivery import DELIVERY, Delivery
+from celery_setnx.call.message import HEADER, Call
+from celery_setnx.lock.record import task_token
+from celery_setnx.run.attempt import Attempt
+from tests.conftest import LOCK_DB
+from tests.delivered import Delivered
+
+CALL = Call("t", "id-1", key="setnx:{t}", call_id="ab", options={"lease": 20.0}, about="n=1", has_header=True)
+
+
+@pytest.fixture
+def task(server) -> Any:
+    app = Celery("deliveries", broker="memory://", set_as_current=False)
+    app.conf.setnx_url = server.url(LOCK_DB)
+
+    def body() -> None:
+        """Nothing."""
+
+    return app.task(base=SingletonTask, name="t", shared=False)(body)
+
+
+def arrived(request: Any) -> Context:
+    """The request that the task finds, in another process."""
+    return Context(pickle.loads(pickle.dumps(request.request_dict)))
+
+
+def test_task_has_the_call_and_the_token_of_its_parent(task):
+    """The parent frees the lock of a child that has died by its token."""
+    request = Delivered(task, call=CALL).request
+    attempt = Attempt(task, task._settled(), arrived(request), (), {})
+    assert attempt.call == request.call == CALL
+    assert attempt.token == request._token == task_token("id-1", 0, request._delivery.nonce)
+
+
+@pytest.mark.parametrize("wrong", [5, {"task": "t"}, {"task": "t", "id": "id-1", "attempt": 0, "key": 7}])
+def test_header_that_is_ignored_is_said_once(task, caplog, wrong):
+    """By the parent: the task reads it no more, and no retry brings it along."""
+    given = Delivered(task, call=CALL).request
+    told = {**given.message.headers, HEADER: wrong}
+    given.message.headers = told
+    request = type(given)(given.message, app=task.app, task=task, hostname="here")
+    found = arrived(request)
+    attempt = Attempt(task, task._settled(), found, (), {})
+    assert not attempt.call.has_header
+    assert HEADER not in vars(found)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+@pytest.mark.parametrize("sent", [[list(CALL), "ab", "text/plain", "q", False, True], {"nonce": "ab"}, "ab"])
+def test_message_brings_no_delivery_along(task, sent):
+    """Whoever may publish could else choose a token, or a call."""
+    assert Delivery.of(Context({"id": "id-1", "properties": {DELIVERY: sent}})) is None
+    given = Delivered(task, call=CALL).request
+    given.message.properties = {DELIVERY: sent, "priority": 3}
+    request = type(given)(given.message, app=task.app, task=task, hostname="here")
+    assert request.request_dict["properties"] == {"priority": 3, DELIVERY: request._delivery}
+    assert Delivery.of(arrived(request)).call == CALL
