@@ -92,7 +92,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         see_to_sweeps()
         self.call = self._call_of_message()
-        self._delivery = Delivery.taken_in(self, self.call)
+        self._delivery = Delivery.receive(self, self.call)
         self._received_at = self._accepted_at = time.monotonic()
         follow(self.app, self.hostname, wanted=self._delivery.has_events)
 
@@ -389,7 +389,7 @@ def _let_go(request: Any, **_details: Any) -> None:
         return
     call = Call.of(request.request_dict["task"], request.request_dict)
     if is_decorated:
-        Delivery.taken_in(request, call)
+        Delivery.receive(request, call)
         return
     if call.key and call.may_have_twin:
         logger.warning(

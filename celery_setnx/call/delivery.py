@@ -18,21 +18,21 @@ DELIVERY = "setnx_delivery"
 
 
 class Delivery(NamedTuple):
-    """One delivery of a message, as it travels to the task: in a property, which no retry inherits.
+    """One delivery of a message. It travels to the task in a message property, which no retry inherits.
 
-    A foreign message cannot have one: what comes from a broker is of no such type.
+    A broker cannot bring one along: nothing that it delivers has this type.
     """
 
-    call: Call  # by the message's header, which nobody reads again
+    call: Call  # read from the header, once
     nonce: str  # makes the token of each delivery its own: a broker may deliver one message twice
     content_type: str  # how the message was serialized
-    queue: str  # that it came from; empty if that is not known
-    is_fanout: bool  # whether that queue got a copy of what all others got too
+    queue: str  # where the message came from; empty if that is not known
+    is_fanout: bool  # whether that queue gets copies of what other queues get too
     has_events: bool  # whether this worker sends task events
 
     @classmethod
-    def taken_in(cls, request: Request, call: Call, *, takes_lock: bool = True) -> Delivery:
-        """The one that this process is taking in; its task will find it."""
+    def receive(cls, request: Request, call: Call, *, takes_lock: bool = True) -> Delivery:
+        """Note the delivery of a request that this worker has just received. Its task finds it by `of`."""
         eventer = request.eventer  # at work for the worker's heartbeat in any case
         has_events = bool(eventer and eventer.enabled and (not eventer.groups or "task" in eventer.groups))
         nonce = os.urandom(6).hex() if takes_lock else ""
@@ -45,6 +45,6 @@ class Delivery(NamedTuple):
 
     @classmethod
     def of(cls, request: Context) -> Delivery | None:
-        """The one that a running task finds; None if it is eager, or no worker of ours has taken it in."""
+        """The delivery that the task runs for. None if the task runs eagerly, or its worker noted none."""
         found = (request.properties or {}).get(DELIVERY)
         return found if isinstance(found, cls) else None

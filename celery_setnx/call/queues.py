@@ -66,7 +66,7 @@ def noting_queues(app: Celery, consume: Callable[..., Any]) -> Callable[..., Any
 
 
 def origin_here() -> tuple[str, bool]:
-    """The queue of the delivery that this process is taking in, and if it is a fanout's; empty: not known."""
+    """The queue of the message that arrives now, and whether it is the queue of a fanout; empty: unknown."""
     return _delivering.get()
 
 

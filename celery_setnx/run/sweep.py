@@ -68,7 +68,7 @@ class CourierRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        Delivery.taken_in(self, Call.of(self.name, self._request_dict), takes_lock=False)
+        Delivery.receive(self, Call.of(self.name, self._request_dict), takes_lock=False)
         told = self.kwargs.get("parked") if isinstance(self.kwargs, Mapping) else None
         with suppress(ValueError):  # it says nothing that is understood here
             self.parked = ParkedCall.of(told or {})
