@@ -382,8 +382,11 @@ def _leave_late(app: Celery, call: Call) -> bool:
 
 
 @task_received.connect  # type: ignore[untyped-decorator]
-def _let_go(request: Any, **_details: Any) -> None:
-    """A call that was guarded when it was sent, of a task that is plain here, waits for no lock."""
+def _receive_other(request: Any, **_details: Any) -> None:
+    """Receive a message of a task with another base class, whose request is Celery's own.
+
+    The delivery of a decorated function is noted. A call whose task is guarded no more waits for no lock.
+    """
     is_decorated = decorated(request.task.run) is not None
     if isinstance(request, SingletonRequest) or not (is_decorated or HEADER in request.request_dict):
         return

@@ -236,7 +236,7 @@ def server_us(client: redis.Redis) -> int:
 def properties_of(
     *, content_type: str = "application/json", queue: str = "", is_fanout: bool = False
 ) -> dict[str, Delivery]:
-    """The properties of a message, as a task of a worker has them: how it was taken in."""
+    """The properties of a message, as a task of a worker has them: how it was received."""
     return {DELIVERY: Delivery(Call("t", "id-1"), "ab", content_type, queue, is_fanout, has_events=False)}
 
 

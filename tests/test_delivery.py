@@ -2,6 +2,7 @@
 
 import logging
 import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from celery.app.task import Context
 from celery_setnx import SingletonTask
 from celery_setnx.call.delivery import DELIVERY, Delivery
 from celery_setnx.call.message import HEADER, Call
+from celery_setnx.call.wake import COURIER
 from celery_setnx.lock.record import task_token
 from celery_setnx.run.attempt import Attempt
+from celery_setnx.run.receipt import receipt_of
+from celery_setnx.run.sweep import CourierRequest
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered
 
@@ -55,6 +59,26 @@ def test_header_that_is_ignored_is_said_once(task, caplog, wrong):
     assert not attempt.call.has_header
     assert HEADER not in vars(found)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_parent_writes_a_receipt_where_its_task_looks_for_it(task):
+    """Though a setting has changed since the worker started: a pool process settles its task anew."""
+    guard_of_parent = task._guard
+    task.app.conf.setnx_prefix = "moved"
+    assert receipt_of(guard_of_parent, CALL) == receipt_of(task._settled(), CALL)
+
+
+def test_header_that_was_copied_to_a_courier_is_not_read(task, caplog):
+    """A tracer, or a publisher's hook, may hand a call's header on to all that is sent."""
+    told = task.app.amqp.as_task_v2("id-2", COURIER)
+    about = {"properties": {}, "delivery_info": {}, "content_type": "application/json"}
+    headers = {**told.headers, **CALL.as_headers()}
+    message = SimpleNamespace(
+        headers=headers, payload=told.body, body=told.body, content_encoding="", **about
+    )
+    courier = CourierRequest(message, app=task.app, task=task.app.tasks[COURIER], hostname="here")
+    assert Delivery.of(arrived(courier)).content_type == "application/json"
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize("sent", [[list(CALL), "ab", "text/plain", "q", False, True], {"nonce": "ab"}, "ab"])

@@ -28,6 +28,7 @@ from celery_setnx.options import (
     OF_THE_TASK,
     UNSET,
     Options,
+    Settings,
     check_name,
     merged,
     plain,
@@ -42,10 +43,7 @@ DECORATED = "__singleton__"
 
 
 class Guard:
-    """What binding settles of a task: its options, its key function, where its locks live.
-
-    It goes by the app's settings at the time when it is made. Once they have changed, the task gets another.
-    """
+    """What binding settles of a task: its options, its key function, where its locks live."""
 
     def __init__(
         self,
@@ -58,7 +56,7 @@ class Guard:
         **checks: Any,
     ) -> None:
         self.app = app
-        self.state, self.settings = configured(app), settings_of(app)
+        self.state = configured(app)  # by which it is made
         self.ignores_result = ignores_result
         self.checks = checks  # what `KeyFunction` asks of a call's arguments
         self.task = task
@@ -67,6 +65,11 @@ class Guard:
         self.options = self._checked(merged(task, *self.layers))
         self.key_function = KeyFunction(self.options.key, signature, task, **checks)
         check_name(f"scope of {task}", self.options.scope or task)
+
+    @property
+    def settings(self) -> Settings:
+        """The app's settings as they are now: a worker's parent may ask a guard that was made before."""
+        return settings_of(self.app)
 
     def under(self, call: Mapping[str, Any]) -> Guard:
         """The guard of many calls that have the same options of their own."""

@@ -27,7 +27,7 @@ from celery.worker.state import revoked_stamps
 
 from celery_setnx.call.back import stamps_in
 from celery_setnx.call.delivery import Delivery
-from celery_setnx.call.message import Call
+from celery_setnx.call.message import Call, id_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
     Later,
@@ -68,7 +68,8 @@ class CourierRequest(Request):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        Delivery.receive(self, Call.of(self.name, self._request_dict), takes_lock=False)
+        # Its header is not read: one that it has was copied from another call's message.
+        Delivery.receive(self, Call(self.name, id_of(self.id)), takes_lock=False)
         told = self.kwargs.get("parked") if isinstance(self.kwargs, Mapping) else None
         with suppress(ValueError):  # it says nothing that is understood here
             self.parked = ParkedCall.of(told or {})
