@@ -96,6 +96,7 @@ COMMANDS: list[Run | Elsewhere] = [
         r"promtool (check config prometheus|test rules alerts_test)\.yml",
         "tests/monitoring/test_rules.py::test_promtool_accepts_the_files",
     ),
+    Elsewhere("pip install celery_setnx", "tests/release/__main__.py::installed"),
     Elsewhere("make demo", ".ci/run: make -C"),
     Elsewhere("make test", ".ci/run: make test"),
     Elsewhere(_BEAT, ".ci/run: $pytest -n 3 tests/beat"),

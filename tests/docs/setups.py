@@ -20,11 +20,11 @@ class Fragment:
 SETUPS: dict[str, list[Fragment]] = {
     "README.md": [
         Fragment(
-            'singleton={"key": "account_id"})\ndef settle(account_id, reason)',
-            after='assert settle.lock_key(7, "a") == settle.lock_key(7, "b") != settle.lock_key(8, "a")',
+            'singleton={"key": "month"})\ndef report(month, requested_by)',
+            after='assert report.lock_key(5, "a") == report.lock_key(5, "b") != report.lock_key(6, "a")',
         ),
         Fragment(
-            "settle.fan_out(",
+            "refresh.fan_out(",
             before="accounts = range(20)",
             after="""
 assert not first.deduplicated
@@ -47,8 +47,8 @@ if celery.VERSION >= (5, 5):
     ],
     "docs/index.md": [
         Fragment(
-            "def settle(account_id, reason): ...",
-            after='assert settle.lock_key(7, "nightly") == settle.lock_key(7, "by hand")',
+            "def report(month, requested_by): ...",
+            after='assert report.lock_key(5, "nightly") == report.lock_key(5, "by hand")',
         ),
     ],
     "docs/monitoring.md": [

@@ -84,6 +84,13 @@ def test_tests_that_a_page_names_exist(page):
     assert [name for name in re.findall(r"`(test_\w+)`", text) if name not in TESTS] == []
 
 
+def test_pages_are_few_and_short():
+    """The README among them: 36,000 words, and what a table is drawn with counts as well."""
+    words = {page: len(text_of(page).split()) for page in pages() if page.startswith(("docs/", "README"))}
+    assert len(words) <= 26, sorted(words)
+    assert sum(words.values()) <= 36_000, words
+
+
 def test_every_page_stands_on_the_site_once():
     """In one of the lists of docs/index.md; and those lists name nothing else."""
     lists = [block.text for block in blocks(text_of("docs/index.md")) if block.language == "{toctree}"]

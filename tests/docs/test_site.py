@@ -1,4 +1,4 @@
-"""The site as a phone shows it, in Chromium: what is wide scrolls by itself, and all of it can be read."""
+"""The site in Chromium: a phone shows all of it, and its search finds the page that a reader wants."""
 
 import re
 import subprocess
@@ -6,9 +6,10 @@ import sys
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
+from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.chromium import chromium
 from tests.docs.pages import DOCS
@@ -20,6 +21,57 @@ PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
 ROOM = {60: 17, 160: 25}
 """How many letters have room in a line of a cell that has so many, or more."""
 LEAST_PX = 9.0
+
+SEARCHED = {
+    "ran twice": "ran-twice",
+    "task executed twice": "ran-twice",
+    "duplicate execution": "ran-twice",
+    "acks_late": "ran-twice",
+    "visibility timeout": "redis-broker",
+    "stuck": "runbook",
+    "stuck lock": "runbook",
+    "troubleshooting": "runbook",
+    "runbook": "runbook",
+    "release a lock": "runbook",
+    "grace period": "runbook",
+    "kubernetes": "runbook",
+    "deadlock": "faq",
+    "faq": "faq",
+    "redlock": "faq",
+    "distributed lock": "faq",
+    "debounce": "recipes",
+    "throttle": "recipes",
+    "rate limit": "recipes",
+    "semaphore": "recipes",
+    "concurrency limit": "recipes",
+    "long running task": "recipes",
+    "once a day": "recipes",
+    "fan-out": "recipes",
+    "exactly once": "failure-modes",
+    "fencing token": "failure-modes",
+    "celery beat": "beat",
+    "overlapping periodic task": "beat",
+    "django": "django",
+    "on_commit": "django",
+    "flask": "django",
+    "pytest": "testing",
+    "migrate from celery-once": "moving",
+    "cache.add": "moving",
+    "prometheus": "monitoring",
+    "grafana dashboard": "monitoring",
+    "signals": "monitoring",
+    "chord": "how-it-works",
+    "production checklist": "go-live",
+    "install": "quickstart",
+    "elasticache": "works-with",
+    "sentry": "works-with",
+    "benchmark": "evidence",
+    "python-redis-lock": "compared",
+    "lease": "options",
+    "setnx_url": "settings",
+    "LockLost": "api",
+}
+"""What people search for, and the page that must come first."""
 
 SEEN = """
 const width = arguments[0];
@@ -69,19 +121,25 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def on_a_phone(site, tmp_path_factory):
-    """Every page, by its name."""
-    browser = chromium(tmp_path_factory.mktemp("chromium"))
+def browser(tmp_path_factory):
+    """One for all tests."""
+    started = chromium(tmp_path_factory.mktemp("chromium"))
     try:
-        browser.set_page_load_timeout(300)
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
-        seen = {}
-        for page in sorted(site.glob("*.html")):
-            browser.get(page.as_uri())
-            seen[page.stem] = Seen(**browser.execute_script(SEEN, PHONE["width"]))
-        return seen
+        started.set_page_load_timeout(300)
+        yield started
     finally:
-        browser.quit()
+        started.quit()
+
+
+@pytest.fixture(scope="module")
+def on_a_phone(site, browser):
+    """Every page, by its name."""
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    seen = {}
+    for page in sorted(site.glob("*.html")):
+        browser.get(page.as_uri())
+        seen[page.stem] = Seen(**browser.execute_script(SEEN, PHONE["width"]))
+    return seen
 
 
 def test_every_page_is_on_the_site(on_a_phone):
@@ -155,3 +213,23 @@ def test_links_inside_the_site_lead_somewhere(site):
                 dead.append(f"{page.name}: {link}")
     assert followed > 1000
     assert dead == []
+
+
+@pytest.fixture(scope="module")
+def first_found(site, browser):
+    """The page that the search names first, by what is searched for; "" if it finds none."""
+    found = {}
+    for phrase in SEARCHED:
+        browser.get(f"{(site / 'search.html').as_uri()}?q={quote(phrase)}")
+        WebDriverWait(browser, 300).until(
+            lambda its: re.search("finished|did not match", its.find_element("class name", "search-summary").text)
+        )
+        first = browser.find_elements("css selector", "#search-results li a")[:1]
+        found[phrase] = "".join(Path(urlsplit(link.get_attribute("href")).path).stem for link in first)
+    return found
+
+
+@pytest.mark.parametrize("phrase", SEARCHED)
+def test_search_names_the_right_page_first(phrase, first_found):
+    """In the words that people use."""
+    assert first_found[phrase] == SEARCHED[phrase]
