@@ -5,8 +5,8 @@ each CPython of docs/compatibility.md, where there is nothing else. Prints a tab
 """
 
 import argparse
-import re
 import filecmp
+import re
 import sys
 import tempfile
 import time
