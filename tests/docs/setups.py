@@ -80,7 +80,7 @@ provider.shutdown()
 """,
         ),
     ],
-    "docs/periodic.md": [
+    "docs/beat.md": [
         Fragment(
             "def import_feed(feed_url):",
             before="""
