@@ -38,7 +38,7 @@ assert app.backend.client.llen("celery") == len(accounts)
         Fragment(
             "CELERY_SETNX_PREFIX",
             before="""
-import os, sys, tempfile, time
+import os, sys, tempfile
 directory = tempfile.TemporaryDirectory()
 os.environ.update(
     SHOP_DATABASE=os.path.join(directory.name, "shop.sqlite3"),
@@ -50,8 +50,6 @@ import django
 django.setup()
 from django.core.management import call_command
 call_command("migrate", verbosity=0)
-from celery import shared_task
-from celery.contrib.django.task import DjangoTask
 from django.db import IntegrityError, transaction
 from django.db.models import F, Sum
 from django.http import JsonResponse
