@@ -11,7 +11,7 @@ import redis
 import celery_setnx
 from celery_setnx import pytest_plugin, testing
 from tests import forks
-from tests.docs.pages import blocks, text_of
+from tests.docs.pages import blocks, sections, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -213,7 +213,7 @@ def test_examples_of_the_docs_pass(server, tmp_path):
     """docs/testing.md: its files, as they stand there, are a project whose tests pass."""
     files = [block.text for block in blocks(text_of("docs/testing.md")) if block.language == "python"]
     modules = {text.splitlines()[0].removeprefix("# ").removesuffix(".py"): text for text in files}
-    assert len(modules) == len(files) == 7
+    assert len(modules) == len(files) == 6
     tests = sum(text.count("def test_") for text in files)
     url = None if HAS_WHEEL else server.url(2)
     # A worker in the test's process takes seconds to stop; two processes want a server each.
@@ -224,6 +224,5 @@ def test_examples_of_the_docs_pass(server, tmp_path):
 
 def test_reference_of_the_docs_names_all_there_is():
     """docs/testing.md lists the public names of the kit, and the fixtures."""
-    tables = text_of("docs/testing.md").partition("## Reference")[2].partition("**Conflicts")[0]
-    listed = set(re.findall(r"^\| `(\w+)", tables, re.MULTILINE))
+    listed = set(re.findall(r"^\| `(\w+)", sections(text_of("docs/testing.md"))["Reference"], re.MULTILINE))
     assert listed == {*testing.__all__} - {"Held"} | FIXTURES

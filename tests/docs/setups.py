@@ -34,6 +34,81 @@ assert app.backend.client.llen("celery") == len(accounts)
 """,
         ),
     ],
+    "docs/django.md": [
+        Fragment(
+            "CELERY_SETNX_PREFIX",
+            before="""
+import os, sys, tempfile
+directory = tempfile.TemporaryDirectory()
+os.environ.update(
+    SHOP_DATABASE=os.path.join(directory.name, "shop.sqlite3"),
+    DJANGO_SETTINGS_MODULE="shop.settings",
+    REDIS_URL="redis://localhost:6379/0",
+)
+sys.path.insert(0, "examples/django_app")
+import django
+django.setup()
+from django.core.management import call_command
+call_command("migrate", verbosity=0)
+from django.db import IntegrityError, transaction
+from django.db.models import F, Sum
+from django.http import JsonResponse
+from django.test import RequestFactory, TestCase
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_POST
+from orders.models import Customer, Order
+from orders.tasks import sum_up as shipped
+from shop.celery import app
+broker = app.connection_for_write().default_channel.client
+queue = app.conf.task_default_queue
+""",
+            after="""
+assert shipped.lock_key(7).startswith("shop:{orders.tasks.sum_up:")
+assert shipped._guard.options.lease == 20
+""",
+        ),
+        Fragment(
+            "def place(request, name):",
+            after="""
+post = RequestFactory().post
+assert place(post("/", {"amount": [30, 12]}), "ann").status_code == 202
+assert place(post("/", {"amount": [5, -1]}), "cleo").status_code == 400
+assert broker.llen(queue) == 1
+ann = Customer.objects.get(name="ann")
+assert sum_up(ann.pk) == 42
+queryset = Customer.objects.all()
+counts = sum_up.fan_out((pk,) for pk in queryset.values_list("pk", flat=True))
+assert (counts.accepted, counts.duplicates) == (0, 1)
+""",
+        ),
+        Fragment(
+            "class OnCommitTask(",
+            after="""
+@shared_task(base=SingletonOnCommitTask, singleton={"key": "customer_id", "dedupe": "until_started"})
+def remind(customer_id): ...
+queued = broker.llen(queue)
+with transaction.atomic():
+    assert remind.delay(7) is remind.delay(7) is None
+    assert broker.llen(queue) == queued
+assert broker.llen(queue) == queued + 1
+""",
+        ),
+        Fragment(
+            "async def order_by_user(",
+            after="""
+import asyncio
+first, again = (asyncio.run(order_by_user(user, "2026-10")) for user in ("ann", "bob"))
+assert again == {"task": first["task"], "duplicate": True} != first
+""",
+        ),
+        Fragment(
+            "def show_totals(month):",
+            after="""
+asked = web.test_client().post("/reports/2026-10")
+assert (asked.status_code, asked.json) == (202, again)
+""",
+        ),
+    ],
     "docs/how-it-works.md": [
         Fragment(
             'task_default_queue_type="quorum"',
@@ -80,7 +155,7 @@ provider.shutdown()
 """,
         ),
     ],
-    "docs/periodic.md": [
+    "docs/beat.md": [
         Fragment(
             "def import_feed(feed_url):",
             before="""

@@ -1,4 +1,4 @@
-"""The tutorial and the page of the operator's lock: every file and every command as it is printed."""
+"""The quickstart and the page of the operator's lock: every file and every command as it is printed."""
 
 import contextlib
 import os
@@ -18,9 +18,9 @@ from examples.embedded import EmbeddedServer
 from tests.docs.pages import ROOT, Block, blocks, commands, text_of
 from tests.harness import wait_until
 
-TUTORIAL, OPERATORS = "docs/tutorial.md", "docs/operators-lock.md"
+QUICKSTART, OPERATORS = "docs/quickstart.md", "docs/operators-lock.md"
 # Installed as printed, from a clone of its own; else the suite's own virtual environment plays its part.
-INSTALL = bool(os.environ.get("TUTORIAL_INSTALL"))
+INSTALL = bool(os.environ.get("QUICKSTART_INSTALL"))
 INSTALLS = ("python3 -m venv", ". .venv/bin/activate", "pip install")
 # What differs from run to run, the longest first: a list's columns are as wide as what is in them.
 VARIES = (
@@ -218,10 +218,10 @@ def clone(tmp_path) -> Path:
 
 
 @pytest.mark.timeout(400)  # it may make an environment of its own
-def test_tutorial_goes_as_printed(clone):
+def test_quickstart_goes_as_printed(clone):
     """From a clone to a deduplicated fan-out: every file, every command, every answer."""
-    with followed(TUTORIAL, clone) as reader:
-        assert reader.ran == commands(blocks(text_of(TUTORIAL)))
+    with followed(QUICKSTART, clone) as reader:
+        assert reader.ran == commands(blocks(text_of(QUICKSTART)))
 
 
 def test_operators_lock_goes_as_printed(shop):

@@ -28,7 +28,7 @@ PAGES = (
     *("docs/per-customer.md", "docs/five-at-a-time.md", "docs/ten-a-minute.md", "docs/long-task.md"),
     *("docs/django.md", "docs/plain-lock.md"),
 )
-SHOWN = ("per_customer", "five_at_a_time", "ten_a_minute", "long_task", "django_app", "plain_script")
+SHOWN = ("per_customer", "five_at_a_time", "ten_a_minute", "long_task", "plain_script")
 ELSEWHERE = {
     "demo": "make demo, in .ci/run",
     "picture": "draws a file from what the demo has seen",

@@ -17,7 +17,7 @@ class SingletonDjangoTask(SingletonTask, DjangoTask):
 
 @shared_task(base=SingletonDjangoTask, singleton={"key": "customer_id", "dedupe": "until_started"})
 def sum_up(customer_id):
-    """Sum up a customer's orders. Orders that are committed meanwhile are summed up by the next call."""
+    """Sum up a customer's orders. The next call sums up orders that are committed during the run."""
     orders = Order.objects.filter(customer_id=customer_id)
     total = orders.aggregate(total=Sum("amount", default=0))["total"]
     Customer.objects.filter(pk=customer_id).update(total=total, times=F("times") + 1)
