@@ -98,7 +98,7 @@ def test_name_of_a_lock_is_the_same_in_package_and_client(form):
 
 def test_examples_cover_every_kind_of_value():
     """Each row of the page's grammar has an example."""
-    letters = {form[0] for _value, form, _digest in FORMS}
+    letters = {form[0] for _value, form in FORMS}
     assert letters == set("ntfidsblmSuANDTPc")
     assert len(CALLS) == 5
 
