@@ -1,11 +1,6 @@
-"""Workflows of dedupe tasks, in both modes: nothing hangs, nothing is lost, no mark and no lock is left.
+"""Workflows of dedupe tasks, in both modes: nothing hangs, nothing is lost, no mark and no lock is left."""
 
-`docs/canvas.md` has a row for every test here.
-"""
-
-import re
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +15,6 @@ from tests.harness import Journal, Worker, wait_until
 from tests.stage import assert_one_at_a_time
 
 TIMEOUT_S = 60
-PAGE = Path(__file__).parent.parent / "docs" / "canvas.md"
 DEDUPE = ("until_started", "until_done")
 
 
@@ -492,17 +486,6 @@ def test_call_equal_to_a_queued_successor(tasks, app, journal, later):
     assert call.get(timeout=TIMEOUT_S) == 8
     later()
     assert first.get(timeout=TIMEOUT_S) == 1
-
-
-def test_page_has_a_row_for_every_test():
-    """Every row of docs/canvas.md names tests of this file, and every test is named there."""
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("|")][2:]
-    named = [re.findall(r"`(test_\w+|\[[\w-]+\])`", row) for row in rows]
-    assert all(named)
-    tests = {name for name in globals() if name.startswith("test_") and "page" not in name}
-    cases = {f"[{shape}]" for shape in (*EVERY, *BESIDE)}
-    without = {"test_workflow_of_equal_calls_without_dedupe_runs_them_all"}  # stands above the table
-    assert {name for names in named for name in names} == (tests - without) | cases
 
 
 def test_retrying_member_beside_a_queued_call_reports_no_lapse(tasks, journal, queued):

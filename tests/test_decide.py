@@ -173,9 +173,15 @@ def test_each_rule_is_needed():
     assert [rule for answer, rules in RULES.items() for rule in rules if (answer, rule) not in needed] == []
 
 
-def test_docs_show_the_rules_as_they_are():
-    """A table for each answer about the lock, its rules in the order in which they are read."""
+def test_docs_list_the_rules_by_which_a_delivery_ends():
+    """A list for each answer about the lock, in the order in which its rules are read."""
     text = sections(text_of("docs/how-it-works.md"), 3)["What a delivery does next"]
-    tables = re.findall(r"\| then \|\n\|---\|---\|\n((?:\|.*\n)+)", text)
-    rules = ["".join(f"| {rule.when} | {rule.then.value} |\n" for rule in each) for each in RULES.values()]
-    assert tables == rules
+    lists = re.findall(r"^\*\*.*\*\*\n\n((?:\d+\. .*\n)+)", text, re.MULTILINE)
+    sole = re.findall(r"^\*\*.*\*\*: (.*)$", text, re.MULTILINE)
+    ends = [[rule for rule in rules if isinstance(rule.then, End)] for rules in RULES.values()]
+    assert sole == [rules[0].then.value for rules in ends if len(rules) == 1]
+    assert lists == [
+        "".join(f"{place}. {rule.when}: {rule.then.value}\n" for place, rule in enumerate(rules, 1))
+        for rules in ends
+        if len(rules) > 1
+    ]

@@ -1,7 +1,7 @@
 """What a delivery of a call does next. `decide` is pure: it only looks at facts.
 
 `Attempt` carries each step out and calls `decide` again with what it has learned. The first rule that applies
-holds. docs/how-it-works.md shows these rules as tables.
+holds. docs/how-it-works.md lists the rules by which a delivery ends.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class End(Enum):
 
     RUN = "run the body"
     RUN_UNGUARDED = "run the body without a lock"
-    END_AS_JOINED = "end with that result"
-    END_AS_STORED = "end with the stored result, so that its chord counts it"
+    END_AS_JOINED = "end with its result"
+    END_AS_STORED = "end with the stored result, for its chord to count"
     SKIP = "skip"
-    SKIP_DONE = "skip, as the same call has succeeded"
-    CALL = "end as the callable says"
+    SKIP_DONE = "skip as done"
+    CALL = "do as the callable says"
     FAIL = "raise `AlreadyRunning`"
     TIME_OUT = "raise `LockTimeout`"
     COME_BACK = "come back after `retry_delay`"
-    COME_BACK_AS_COPY = "come back after `retry_delay`, beside the message that stands in line"
-    COME_BACK_FOR_OWN = "come back after `retry_delay`, without a limit"
-    LOOK_AGAIN = "give the lock back, and come back once, a second later"
-    WAIT = "end the delivery; a message wakes the call when its turn has come"
+    COME_BACK_AS_COPY = "come back after `retry_delay`, outside the line"
+    COME_BACK_FOR_OWN = "come back after `retry_delay`, even past `max_wait`"
+    LOOK_AGAIN = "release, and come back once, in a second"
+    WAIT = "park: a message wakes the call"
     DROP = "drop the message"
 
 
@@ -118,7 +118,7 @@ _JOINED = (
     Rule("the joined call has ended", lambda f: f.joined, End.END_AS_JOINED),
 )
 _ENDED = (
-    Rule("the attempt has succeeded, as part of a chord", lambda f: f.ended == "stored", End.END_AS_STORED),
+    Rule("the attempt has succeeded, in a chord", lambda f: f.ended == "stored", End.END_AS_STORED),
     Rule("the attempt has ended", lambda f: f.ended == "noted", End.DROP),
 )
 _BEFORE = (*_JOINED, _otherwise(Ask.ACQUIRE))
@@ -143,41 +143,41 @@ _HELD = (
     ),
     Rule("the conflict is not announced", lambda f: not f.announced, Ask.ANNOUNCE),
     Rule("the holder is this very call", lambda f: f.is_own, End.COME_BACK_FOR_OWN),
-    Rule("the same call is queued", lambda f: f.is_queued, End.SKIP),
+    Rule("an equal call is queued", lambda f: f.is_queued, End.SKIP),
     Rule("`on_conflict` is a callable", lambda f: f.policy == "callable", End.CALL),
     Rule(
-        "`on_conflict` is `skip`, and it is not paced by its own start",
+        "`on_conflict` is `skip`, and it is no paced retry",
         lambda f: f.policy == "skip" and not f.may_be_its_start,
         End.SKIP,
     ),
     Rule(
-        "`on_conflict` is `raise`, and it is not paced by its own start",
+        "`on_conflict` is `raise`, and it is no paced retry",
         lambda f: f.policy == "raise" and not f.may_be_its_start,
         End.FAIL,
     ),
     Rule("it has waited for `max_wait`", lambda f: f.is_over, End.TIME_OUT),
     Rule(
-        "`on_conflict` is neither `wait` nor `join`, or the call is eager",
+        "`on_conflict` is not `wait` or `join`, or the call is eager",
         lambda f: f.policy not in ("wait", "join") or f.is_eager,
         End.COME_BACK,
     ),
     Rule("it is not known whether it may stand in line", lambda f: f.may_stand is None, Ask.ASK_LINE),
-    Rule("it may not stand in line", lambda f: not f.may_stand, End.COME_BACK),
+    Rule("it may not wait in line", lambda f: not f.may_stand, End.COME_BACK),
     Rule("it does not stand in line", lambda f: f.place is None, Ask.PARK),
     Rule("another message has started it", lambda f: f.place == "stale", End.DROP),
-    Rule("another call with its task id stands there", lambda f: f.place == "taken", End.COME_BACK_AS_COPY),
+    Rule("another call with its task id is in line", lambda f: f.place == "taken", End.COME_BACK_AS_COPY),
     Rule("the lock came free meanwhile", lambda f: f.place == "turn", Ask.ACQUIRE),
     _otherwise(End.WAIT),
 )
 _ACQUIRED = (
     Rule("the same call may have succeeded", lambda f: f.asks_done and f.is_done is None, Ask.ASK_DONE),
-    Rule("the same call has succeeded", lambda f: f.is_done, End.SKIP_DONE),
+    Rule("an equal call has succeeded", lambda f: f.is_done, End.SKIP_DONE),
     *_JOINED,
     Rule("its lease is not renewed", lambda f: not f.begun, Ask.BEGIN),
     Rule("the attempt may have ended", lambda f: f.may_have_ended and f.ended is None, Ask.ASK_ENDED),
     *_ENDED,
     Rule("another delivery of it may be about to end", lambda f: f.looks_again, End.LOOK_AGAIN),
-    Rule("it has waited for longer than `max_wait`", lambda f: f.is_over and not f.again, End.TIME_OUT),
+    Rule("it has waited longer than `max_wait`", lambda f: f.is_over and not f.again, End.TIME_OUT),
     _otherwise(End.RUN),
 )
 

@@ -183,10 +183,4 @@ with guarded(app):
     "docs/signals.md": [
         Fragment("def somebody_died(sender", before="@app.task(base=SingletonTask)\ndef settle(): ..."),
     ],
-    "docs/waiting.md": [
-        Fragment(
-            '"key": "customer_id", "on_conflict": "wait"',
-            after="assert apply_event.lock_key(1, 'a') == apply_event.lock_key(1, 'b')",
-        ),
-    ],
 }

@@ -1,1 +1,1 @@
-"""Programs that share no code with the package: written from docs/protocol.md and docs/keys.md."""
+"""Programs that share no code with the package: written from docs/protocol.md."""

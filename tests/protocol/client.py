@@ -1,4 +1,4 @@
-"""A classic client of the lock, and a producer of a task's calls, as docs/protocol.md and docs/keys.md say.
+"""A classic client of the lock, and a producer of a task's calls, as docs/protocol.md says.
 
 Nothing of celery_setnx is imported here, and no Redis library: another language has to write no more.
 """
@@ -87,7 +87,7 @@ def reply_in(stream: IO[bytes]) -> Any:
     raise ConnectionError(f"not a reply: {line!r}")
 
 
-# docs/keys.md
+# What a key is made of
 
 
 def canonical(value: Any) -> bytes:
@@ -195,7 +195,7 @@ _ENCODERS: list[tuple[Any, Callable[[Any], bytes]]] = [
 ]
 
 
-# docs/protocol.md
+# A classic client, and a producer
 
 
 @dataclass
@@ -230,7 +230,7 @@ class ClassicClient:
 
 
 class Producer:
-    """A program that marks keys before it sends calls: the steps of "Messages"."""
+    """A program that marks keys before it sends calls: the steps of "Publish from another language"."""
 
     def __init__(self, server: Server, lock: str) -> None:
         self._server, self._lock = server, lock
