@@ -1,4 +1,4 @@
-"""Where others are ahead of us, and what people use without a package for unique tasks: docs/others.md."""
+"""Where others are ahead of us, and what people use without a package for unique tasks: docs/compared.md."""
 
 import os
 import signal
