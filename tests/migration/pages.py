@@ -83,7 +83,9 @@ def _sources(section: str, stage: str) -> list[str]:
 
 def _both_locks(section: str, before: str) -> list[str]:
     """The line of step 1 between the decorator and the function; heimdall has a base class as well."""
-    line = told(section if section == CACHE else SHARED, r"`(@singleton\([^`]+\))` between `@app.task\(...\)`")
+    line = told(
+        section if section == CACHE else SHARED, r"`(@singleton\([^`]+\))` between `@app.task\(...\)`"
+    )
     both = before.replace("def settle(", f"{line}\ndef settle(")
     found = ["from celery_setnx import singleton\n"]
     if section == HEIMDALL:
