@@ -29,7 +29,7 @@ help:
 	@echo "make chaos          bare locks, and workers, under every fault; 15 min, needs gcc; SCALE=1"
 	@echo "make ecosystem      real workers beside Sentry, Flower, ...; in its own venv"
 	@echo "make celery-suite   Celery's own suite, guarded; 10 min; ARGS=--part: in 3"
-	@echo "make bench          all of docs/performance.md; half an hour; ARGS=--quick"
+	@echo "make bench          all of docs/performance/; half an hour; ARGS=--quick"
 	@echo "make count          what a call costs, counted; 2 min, needs valgrind"
 	@echo "make release-check  all that a release needs but the upload; files in dist/"
 	@echo "make clean          remove $(VENV) and everything else that is not in git"

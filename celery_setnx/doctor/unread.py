@@ -13,10 +13,10 @@ from celery_setnx.options import NAMES, OF_OTHERS, SETTINGS, spelled, unknown_se
 
 # What celery-once and celery-singleton read of a task, and where that is said here.
 _LEFT_OVER = {
-    "once": "from-celery-once",
-    "unique_on": "from-celery-singleton",
-    "raise_on_duplicate": "from-celery-singleton",
-    "lock_expiry": "from-celery-singleton",
+    "once": "moving.md#celery-once",
+    "unique_on": "moving.md#celery-singleton",
+    "raise_on_duplicate": "moving.md#celery-singleton",
+    "lock_expiry": "moving.md#celery-singleton",
 }
 
 
@@ -25,7 +25,7 @@ def unread_of_task(task: Task, *, is_guarded: bool) -> Iterator[tuple[str, str]]
     kind = type(task)
     for name, value in _own(kind):
         if name in _LEFT_OVER:
-            yield f"{name}={value!r}", f"Remove it.{_here(name, value)} See docs/{_LEFT_OVER[name]}.md."
+            yield f"{name}={value!r}", f"Remove it.{_here(name, value)} See docs/{_LEFT_OVER[name]}."
         elif is_options(value) and _is_like(name, "singleton"):
             yield f"{name}={value!r}", "Write singleton={...}."
         elif name in (PLAIN_WORDS if is_guarded else set(NAMES) - set(PLAIN_WORDS)):

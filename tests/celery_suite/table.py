@@ -1,11 +1,8 @@
 """What is known of Celery's suite: which tests run where, and what ends differently under a guard."""
 
-import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "reliability.md"
-HEADING = "### Celery's own suite"
 
 LEFT_OUT = ("test_backend.py",)
 """Needs an account with Azure."""
@@ -18,7 +15,7 @@ DIFFERENCES = {
         "Celery gives Django's task class to apps that have none of their own; here each has the guarded one"
     ),
 }
-"""What ends differently under a guard, and why; docs/reliability.md tells the same."""
+"""What ends differently under a guard, and why; docs/evidence.md tells it in a sentence."""
 
 
 def _tests(where: str, names: str) -> tuple[str, ...]:
@@ -110,10 +107,3 @@ PART = (
 
 TEETH = frozenset(_tests(CHORD, "group_kwargs single_task_header chord_in_chain_with_args"))
 """Tests that notice when a chord does not see what its members return."""
-
-_ROW = re.compile(r"^\| `(test_[^`]+)` \| (.+) \|$", re.MULTILINE)
-
-
-def documented() -> dict[str, str]:
-    """The differences that the page tells."""
-    return dict(_ROW.findall(PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]))

@@ -86,7 +86,7 @@ def overlaps(entries: list[dict[str, Any]]) -> list[Overlap]:
 class Deploy:
     """The processes of one shop."""
 
-    page: str  # the migration page whose code they run
+    page: str  # the section of docs/moving.md that they run the code of
     shop: redis.Redis  # a client of the shop's database: broker, results and locks
     journal: Journal  # what the workers write
     start_worker: Callable[..., Worker]

@@ -1,4 +1,4 @@
-"""Where others are ahead of us, and what people use without a package for unique tasks: docs/others.md."""
+"""Where others are ahead of us, and what people use without a package for unique tasks: docs/compared.md."""
 
 import os
 import signal
@@ -73,6 +73,17 @@ def test_heimdall_limits_the_rate_of_all_workers(app, shop):
             False,
             True,
         ]
+
+
+def test_heimdall_makes_a_rate_of_the_arguments(app, shop):
+    """A callable: here account 1 may start one call a minute, and account 2 two."""
+    rate = RateLimit(lambda args: (args[0], 60))
+    theirs = task_of(app, HeimdallTask, heimdall={"rate_limit": rate})
+    accounts = (1, 1, 2, 2, 2)
+    for account_id in accounts:
+        theirs.delay(account_id)
+    states = [run_next(app, theirs) for _ in accounts]
+    assert states == ["SUCCESS", "RETRY", "SUCCESS", "SUCCESS", "RETRY"]
 
 
 def test_counter_of_heimdall_forgets_starts_that_are_younger_than_its_period(app, shop):

@@ -1,4 +1,4 @@
-"""The rolling deploys of the migration pages: old and new code, workers and producers, on one Redis."""
+"""The rolling deploys of docs/moving.md: old and new code, workers and producers, on one Redis."""
 
 from itertools import pairwise, product
 from typing import Any
@@ -11,9 +11,8 @@ from tests.harness import wait_until
 from tests.migration import pages
 from tests.migration.deploy import Deploy, Overlap, overlaps
 
-PEERS = [pages.ONCE, pages.SINGLETON, pages.HEIMDALL]
 each_page = pytest.mark.parametrize("page", pages.PAGES, scope="module")
-each_peer = pytest.mark.parametrize("page", PEERS, scope="module")
+each_peer = pytest.mark.parametrize("page", pages.PEERS, scope="module")
 
 
 def answer_beside(deploy: Deploy, stage: str, other: str, account: str, gates: Any) -> str:
@@ -58,10 +57,10 @@ def test_old_worker_beside_a_new_one_overlaps(page, deploy_of, gates):
 def test_worker_of_the_step_between_excludes_a_new_one(page, deploy_of, gates):
     """While a body runs on one, a call of its key that comes to the other does not run beside it."""
     deploy = deploy_of(page)
-    new = "step-2" if page in PEERS else "after"
+    new = "step-2" if page in pages.PEERS else "after"
     deploy.workers_of("step-1", new)
     # A new producer sees what runs, whoever runs it. An old one asks its own lock only, and is accepted.
-    of_new, of_old = ("refused", "waits") if page in PEERS else ("skipped", "skipped")
+    of_new, of_old = ("refused", "waits") if page in pages.PEERS else ("skipped", "skipped")
     assert answer_beside(deploy, "step-1", new, "gated-old", gates) == of_new
     assert answer_beside(deploy, new, "step-1", "gated-new", gates) == of_old
     assert overlaps(deploy.journal.entries()) == []
@@ -81,7 +80,7 @@ def test_rolling_deploy_never_overlaps_and_loses_nothing(page, deploy_of):
     deploy.wait_for((stages[0], stages[0]), count=4)
     for before, stage in pairwise(stages):
         if stage == "after":
-            # The pages' condition for the last step: nobody publishes with the old code any more.
+            # The page's condition for the last step: nobody publishes with the old code any more.
             old = publishing & {"before", "step-1"}
             deploy.stop_producers(*old)
             publishing -= old
@@ -90,7 +89,7 @@ def test_rolling_deploy_never_overlaps_and_loses_nothing(page, deploy_of):
         deploy.start_producer(stage)
         publishing.add(stage)
         # Without dedupe few calls of a key meet: there must be more of them.
-        deploy.wait_for(*product(publishing, (before, stage)), count=4 if page in PEERS else 8)
+        deploy.wait_for(*product(publishing, (before, stage)), count=4 if page in pages.PEERS else 8)
         deploy.retire(workers[-2])
     deploy.stop_producers(*publishing)
 
@@ -111,9 +110,9 @@ def test_rolling_deploy_never_overlaps_and_loses_nothing(page, deploy_of):
     theirs = ("qo_shop.settle_account_id-7", "SINGLETONLOCK_7", "h-lock:settle-7")
     deploy.shop.mset(dict.fromkeys(theirs, "crashed"))
     clear: dict[str, Any] = {}
-    exec(pages.code(page, "clear"), clear)
-    clear["delete_old_locks"](deploy.shop)
-    assert len(deploy.old_locks()) == len(PEERS) - 1, "those of the other packages"
+    exec(pages.code(pages.SHARED, "clear"), clear)
+    clear["delete_old_locks"](deploy.shop, pages.old_keys(page))
+    assert len(deploy.old_locks()) == len(pages.PEERS) - 1, "those of the other packages"
 
 
 @each_peer

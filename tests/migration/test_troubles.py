@@ -1,6 +1,5 @@
-"""The troubles that the migration pages name: what the old locks do, and what ours does, side by side."""
+"""The troubles that docs/compared.md names: what the old locks do, and what ours does, side by side."""
 
-import re
 import time
 import uuid
 from typing import Any
@@ -13,7 +12,6 @@ from celery_once import AlreadyQueued
 from celery_setnx import is_skipped
 from celery_setnx.testing import pass_time
 from tests.harness import Journal, Worker, wait_until
-from tests.migration import pages, test_rolling
 
 APP = "tests.migration.troublesapp"
 NOWHERE = "nowhere"
@@ -384,11 +382,3 @@ def test_apply_beside_a_queued_call(tasks, shop):
         kind.work.apply(("eager",))
     assert (lock_of(shop, ONCE), lock_of(shop, LONE)) == (None, None)
     assert tasks.ours.work.apply_async(("eager",), queue=NOWHERE).deduplicated
-
-
-@pytest.mark.parametrize("page", pages.PAGES)
-def test_every_test_that_a_page_names_is_here(page):
-    """What a page says is shown is shown."""
-    named = set(re.findall(r"`(test_\w+)`", pages.text(page)))
-    assert named
-    assert named <= {*globals(), *vars(test_rolling)}
