@@ -140,7 +140,9 @@ def test_django_project_is_whole(run, command, says):
 
 def test_examples_that_pages_name_exist():
     """`python -m examples.NAME` runs wherever a page says it."""
-    named = {name for page in pages() for name in re.findall(r"python -m examples\.(\w+)", text_of(page))}
+    named = {
+        name for page in pages() for name in re.findall(r"python -m examples\.([a-z][\w.]*\w)", text_of(page))
+    }
     assert {"fan_out", "per_customer", "five_at_a_time", "ten_a_minute", "long_task"} <= named
     assert named <= {*runnable()}
 
