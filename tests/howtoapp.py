@@ -15,7 +15,7 @@ from tests import app as tests_app
 from tests.docs.pages import ROOT, Block, blocks, section, text_of
 
 BROKER_DB = 13
-RECIPES = {
+RECIPES: dict[str, tuple[str, str | None]] = {
     "fan-out": ("docs/recipes.md", "Fan-out"),
     "one-pending": ("docs/recipes.md", "One running, one pending"),
     "web": ("docs/web.md", None),
