@@ -28,6 +28,7 @@ copybutton_prompt_is_regexp = True
 
 # Pages link to each other's headings as on GitHub. A link to a file of the repository is a download.
 myst_heading_anchors = 4
+myst_enable_extensions = ["tasklist"]
 
 # Docstrings are Google's style, with names in single backticks.
 default_role = "code"

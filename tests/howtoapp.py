@@ -1,6 +1,6 @@
-"""The tasks of the how-to pages, taken from the pages: for a worker as they stand, and for publishers.
+"""The tasks of the recipes, taken from their pages: for a worker as they stand, and for publishers.
 
-A page's blocks that define something are run here, in a namespace of the page's own. A call whose first
+A recipe's blocks that define something are run here, in a namespace of the recipe's own. A call whose first
 argument begins with `gated` waits for its gate while it holds its lock.
 """
 
@@ -12,10 +12,15 @@ from celery import Celery, _state
 
 from celery_setnx import FanOutFailed, SingletonTask, signals
 from tests import app as tests_app
-from tests.docs.pages import DOCS, Block, blocks, text_of
+from tests.docs.pages import ROOT, Block, blocks, section, text_of
 
 BROKER_DB = 13
-PAGES = ("fan-out", "one-pending", "web")
+RECIPES: dict[str, tuple[str, str | None]] = {
+    "fan-out": ("docs/recipes.md", "Fan-out"),
+    "one-pending": ("docs/recipes.md", "One running, one pending"),
+    "web": ("docs/web.md", None),
+}
+"""By a name for tests: the page, and the section of it that is read; all of it, if none is named."""
 TOUCHED = (3, 5, 3, 8, 5, 3, 3, 8)
 
 control, journal = tests_app.control, tests_app.journal
@@ -53,21 +58,24 @@ def make_app(**conf: Any) -> Celery:
     return tests_app.make_app("howto", BROKER_DB, **{"task_default_queue": "parked", **conf})
 
 
-def python_blocks(page: str) -> list[Block]:
-    """The Python of a page that readers see."""
-    return [block for block in blocks(text_of(f"docs/{page}.md")) if block.is_run]
+def blocks_of(recipe: str) -> list[Block]:
+    """All that a recipe shows."""
+    page, heading = RECIPES[recipe]
+    text = text_of(page)
+    return blocks(section(text, heading) if heading else text)
 
 
-def execute(page: str, block: Block, names: dict[str, Any]) -> None:
+def execute(recipe: str, block: Block, names: dict[str, Any]) -> None:
     """Run one block; a traceback has the page's own lines."""
-    code = compile("\n" * (block.line - 1) + block.text, str(DOCS / f"{page}.md"), "exec", dont_inherit=True)
+    page, _heading = RECIPES[recipe]
+    code = compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec", dont_inherit=True)
     exec(code, names)
 
 
-def defined(page: str, app: Celery) -> dict[str, Any]:
-    """A page's namespace: what its blocks define, and what they take for granted."""
+def defined(recipe: str, app: Celery) -> dict[str, Any]:
+    """A recipe's namespace: what its blocks define, and what they take for granted."""
     names = {
-        "__name__": page.replace("-", "_"),
+        "__name__": recipe.replace("-", "_"),
         "app": app,
         "SingletonTask": SingletonTask,
         "FanOutFailed": FanOutFailed,
@@ -77,22 +85,22 @@ def defined(page: str, app: Celery) -> dict[str, Any]:
         "database": sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False),
     }
     others = set(_state._on_app_finalizers)
-    for block in python_blocks(page):
-        if "def " in block.text:
-            execute(page, block, names)
+    for block in blocks_of(recipe):
+        if block.is_run and "def " in block.text:
+            execute(recipe, block, names)
     # A reader's tasks are shared with all apps of the process, which here are those of other tests.
     _state._on_app_finalizers.intersection_update(others)
     app.finalize()
     return names
 
 
-def rest(page: str) -> list[Block]:
-    """The blocks of a page that define nothing, and so do something."""
-    return [block for block in python_blocks(page) if "def " not in block.text]
+def rest(recipe: str) -> list[Block]:
+    """The Python of a recipe that defines nothing, and so does something."""
+    return [block for block in blocks_of(recipe) if block.is_run and "def " not in block.text]
 
 
 app = make_app(task_default_queue="howto")
-NAMES = {page: defined(page, app) for page in PAGES}
+NAMES = {recipe: defined(recipe, app) for recipe in RECIPES}
 
 
 @signals.lock_acquired.connect

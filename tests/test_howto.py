@@ -1,4 +1,4 @@
-"""The how-to pages on fan-outs, pending calls and web requests: what they claim of real workers."""
+"""The recipes for fan-outs, pending calls and web requests: what they claim of real workers."""
 
 import asyncio
 import time
@@ -12,7 +12,6 @@ import redis
 from celery.result import AsyncResult
 
 from celery_setnx import FanOutFailed
-from tests.docs.pages import blocks, text_of
 from tests.harness import DEADLINE_S, settle_marks, wait_until
 from tests.versions.conditions import LOSES_RESULTS
 
@@ -49,30 +48,30 @@ def working(pages, started) -> ModuleType:
 
 
 def test_every_block_is_run(pages):
-    """Blocks that define nothing are run by a test of their page; there is none for other pages."""
-    assert [page for page in pages.PAGES if pages.rest(page)] == ["fan-out", "one-pending"]
+    """Blocks that define nothing are run by a test of their recipe; there is none for other recipes."""
+    assert [recipe for recipe in pages.RECIPES if pages.rest(recipe)] == ["fan-out", "one-pending"]
 
 
 def test_fan_out_says_what_the_page_shows(pages, capsys):
-    """The counts, and what became of each call, as printed; no worker has run anything yet."""
+    """The counts, as printed; no worker has run anything yet."""
     names = pages.defined("fan-out", pages.make_app())
     said = []
     for block in pages.rest("fan-out"):
         pages.execute("fan-out", block, names)
         said.append(capsys.readouterr().out)
-    page = blocks(text_of("docs/fan-out.md"))
-    assert [text for text in said if text] == [block.text for block in page if block.language == "text"]
+    shown = [block.text for block in pages.blocks_of("fan-out") if block.language == "text"]
+    assert [text for text in said if text] == shown
 
 
 def test_fan_out_on_a_dead_broker_says_how_far_it_came(pages, capsys):
     """`FanOutFailed`, with the counts that the page prints; afterwards the same calls are sent."""
     names = pages.defined("fan-out", pages.make_app(**NO_BROKER))
     with pytest.raises(FanOutFailed) as failed:
-        names["refresh_touched"]()
+        names["refresh_all"]()
     assert capsys.readouterr().out.startswith("0 sent, ")
     assert failed.value.uncertain + failed.value.not_sent == len(pages.TOUCHED)
     names = pages.defined("fan-out", pages.make_app())
-    assert names["refresh_touched"]().accepted == len(set(pages.TOUCHED))
+    assert names["refresh_all"]() == len(set(pages.TOUCHED))
 
 
 def test_collected_changes_are_one_call(pages, locks):

@@ -61,7 +61,6 @@ def remind(user_id): ...
 _APP = r"celery -A (app|shop|proj) setnx "
 
 _CLI = "tests/test_cli.py"
-_EXAMPLES = "tests/examples/test_examples.py"
 _PRINTED = "tests/docs/test_printed.py"
 _BEAT = r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler"
 _METRICS = r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8"
@@ -69,13 +68,16 @@ _METRICS = r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8"
 COMMANDS: list[Run | Elsewhere] = [
     # Whole pages, as they are printed.
     Elsewhere(".*", f"{_PRINTED}::test_quickstart_goes_as_printed", ("docs/quickstart.md",)),
-    Elsewhere(".*", f"{_PRINTED}::test_operators_lock_goes_as_printed", ("docs/operators-lock.md",)),
+    Elsewhere(
+        r"redis-cli -u \S+ (SETNX|SET) .*|celery -A shop setnx release --force --yes \S+",
+        f"{_PRINTED}::test_lock_by_hand_goes_as_printed",
+        ("docs/recipes.md",),
+    ),
     Elsewhere(
         r"python manage\.py check",
         "tests/test_refused.py::test_check_of_django_finds_what_is_refused",
         ("docs/django.md",),
     ),
-    Elsewhere(r"python -m examples\.\w+", f"{_EXAMPLES}::test_example_succeeds_and_prints_what_is_expected"),
     Run(_APP + "doctor", 0, "The lock server answers"),
     Run(_APP + "doctor --acl", 0, r"ACL SETUSER celery_setnx on >PASSWORD ~\S+:\* \+eval"),
     Run(_APP + "check", 0, "their options go together"),

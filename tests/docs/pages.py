@@ -125,6 +125,12 @@ def sections(text: str, level: int = 2) -> dict[str, str]:
     }
 
 
+def section(text: str, heading: str, level: int = 2) -> str:
+    """One of these sections, below blank lines, so that its blocks have the page's line numbers."""
+    found = sections(text, level)[heading]
+    return "\n" * text[: text.index(found)].count("\n") + found
+
+
 def _parts(text: str, *types: str) -> Iterator[SyntaxTreeNode]:
     """What a page has of these types, as markdown-it names them."""
     return (part for part in SyntaxTreeNode(_MARKDOWN.parse(text)).walk() if part.type in types)

@@ -180,6 +180,459 @@ with guarded(app):
 """,
         ),
     ],
+    "docs/choose.md": [
+        Fragment(
+            '"on_conflict": "wait"})\ndef settle',
+            after='assert settle.lock_key(7, "a") == settle.lock_key(7, "b") != settle.lock_key(8, "a")',
+        ),
+    ],
+    "docs/recipes.md": [
+        # Fan-out
+        Fragment("def refresh(", before="def touched_accounts():\n    return iter([3, 5, 3, 8, 5, 3, 3, 8])"),
+        Fragment(
+            "counts = refresh.fan_out(",
+            after="assert (counts.accepted, counts.duplicates, counts.failed) == (3, 5, 0)",
+        ),
+        Fragment("def refresh_all():", after="assert refresh_all() == 0  # all are queued already"),
+        # One running, one pending
+        Fragment(
+            "def reindex(",
+            before="client.flushall()\naccounts, search = {}, {}",
+            after="""
+first, second = save(7, "at home"), save(7, "on the road")
+assert second.deduplicated and second.id == first.id
+client.flushall()
+""",
+        ),
+        Fragment("countdown=5", after='assert save(7, "somewhere else").deduplicated'),
+        Fragment(
+            "def rename(",
+            before="""
+import sqlite3
+from celery_setnx.testing import guarded, pass_time
+database = sqlite3.connect(":memory:", isolation_level=None)
+database.execute("CREATE TABLE account (id INTEGER PRIMARY KEY, name TEXT, wanted INTEGER, synced INTEGER)")
+database.execute("INSERT INTO account VALUES (1, 'a', 0, 0), (2, 'b', 0, 0), (3, 'c', 0, 0)")
+""",
+            after="""
+broker = app.backend.client
+broker.delete("celery")
+rename(1, "A")
+assert broker.delete("celery") == 1  # purged
+assert rename(1, "AA").deduplicated  # of a call that is gone
+assert broker.llen("celery") == 0
+with guarded(app):
+    assert sweep.apply().get().duplicates == 1  # the mark has not lapsed
+    pass_time(3600, sync, 1)
+    assert sweep.apply().get().accepted == 1
+    assert broker.llen("celery") == 1
+    sync.apply([1]).get()
+    assert search[1] == "AA"
+    assert sweep.apply().get().accepted == 0  # nothing lags
+""",
+        ),
+        # One customer after the other
+        Fragment(
+            "def apply_event(customer, event)",
+            after="""
+assert apply_event.lock_key("ann", "order") == apply_event.lock_key("ann", "parcel")
+assert apply_event.lock_key("ann", "order") != apply_event.lock_key("bob", "order")
+""",
+        ),
+        Fragment(
+            "def empty_inbox(",
+            before="""
+client.flushall()
+handled = []
+def handle(customer, event):
+    handled.append((customer, event))
+""",
+            after="""
+sent = [send("ann", event) for event in ("order", "payment", "parcel")]
+assert [result.deduplicated for result in sent] == [False, True, True]
+assert broker.llen("celery") == 1
+empty_inbox("ann")
+assert handled == [("ann", "order"), ("ann", "payment"), ("ann", "parcel")]
+assert client.exists("inbox:ann") == 0
+def handle(customer, event):
+    handled.append((customer, event))
+    if event == "order":  # another body has taken over, and gone on
+        client.lrem(f"inbox:{customer}", 1, event)
+send("bob", "order")
+send("bob", "payment")
+empty_inbox("bob")
+assert handled[3:] == [("bob", "order"), ("bob", "payment")]
+""",
+        ),
+        # Five at a time
+        Fragment(
+            "def export(",
+            before="client.flushall()",
+            after="""
+with guarded(app):
+    export.apply(["acme", 1]).get()
+
+def limited(name, policy):
+    def ran(tenant):
+        return "ran"
+    options = {"key": "tenant", "limit": 5, "on_conflict": policy, "scope": "tenants"}
+    return app.task(name=f"proj.{name}", base=SingletonTask, singleton=options)(ran)
+
+skips, raises = limited("five_skips", "skip"), limited("five_raises", "raise")
+app.finalize()
+leases = (60, 50, 20, 40, 30)
+held = [SetnxLock(client, skips.lock_key("acme"), lease=lease, limit=5).acquire().lock for lease in leases]
+with guarded(app):
+    assert skips.apply(["bolt"]).get() == "ran"
+    skipped = skips.apply(["acme"]).get()
+    assert is_skipped(skipped) and skipped["holder"]["fence"] == held[0].fence
+    error = raises.apply(["acme"]).result
+    assert isinstance(error, AlreadyRunning) and error.holder["fence"] == held[0].fence
+    assert 15 < error.remaining_s <= 20
+    held[3].release()
+    assert skips.apply(["acme"]).get() == "ran"
+for lock in held:
+    lock.release()
+
+locks = [SetnxLock(client, export.lock_key("acme", 1), limit=5, info={"task": "t"}) for _ in range(5)]
+held = [lock.acquire().lock for lock in locks]
+assert [holder.permit for holder in export.holders("acme", 1)] == [0, 1, 2, 3, 4]
+assert export.locked("acme", 1).fence == held[0].fence
+held[0].release()
+assert export.locked("acme", 1) is None
+assert [holder.permit for holder in export.holders("acme", 1)] == [1, 2, 3, 4]
+for lock in held[1:]:
+    lock.release()
+
+# A deploy lowers the limit.
+old = [SetnxLock(client, "lock.deploy", limit=5) for _ in range(5)]
+held = [lock.acquire().lock for lock in old]
+new = SetnxLock(client, "lock.deploy", limit=3)
+assert not new.acquire().acquired
+assert [held[4].release(), held[0].release()] == ["released"] * 2
+assert new.acquire().lock.permit == 0
+assert not new.acquire().acquired
+try:
+    export.apply_async(("acme", 1), singleton={"limit": 3})
+except OptionError:
+    pass
+else:
+    raise AssertionError("a call had a limit of its own")
+""",
+        ),
+        # Ten a minute
+        Fragment(
+            '"rate": "10/m"},\n    autoretry_for',
+            before="""
+client.flushall()
+posted = []
+class TooManyRequests(Exception): ...
+def post(partner, number):
+    posted.append((partner, number))
+    if posted.count((partner, number)) < number:
+        raise TooManyRequests
+""",
+            after="""
+with guarded(app):
+    order.apply(["acme", 1]).get()
+    assert posted == [("acme", 1)]
+
+def paced(name, policy):
+    def ran(partner):
+        return "ran"
+    options = {"key": "partner", "rate": "10/m", "on_conflict": policy}
+    return app.task(name=f"proj.{name}", base=SingletonTask, singleton=options)(ran)
+
+skips, raises = paced("paced_skips", "skip"), paced("paced_raises", "raise")
+app.finalize()
+with guarded(app):
+    for task in (skips, raises):
+        assert [task.apply(["acme"]).get() for _ in range(10)] == ["ran"] * 10
+    skipped = skips.apply(["acme"]).get()
+    assert is_skipped(skipped) and skipped["holder"]["state"] == "paced"
+    error = raises.apply(["acme"]).result
+    assert isinstance(error, AlreadyRunning) and error.holder["state"] == "paced"
+    assert 30 < error.remaining_s <= 60
+    assert skips.apply(["bolt"]).get() == "ran"
+    assert skips.locked("acme") is None and skips.holders("acme") == []
+    pass_time(61, skips, "acme")
+    assert skips.apply(["acme"]).get() == "ran"
+
+@app.task(
+    base=SingletonTask,
+    bind=True,
+    max_retries=20,
+    singleton={"key": "partner", "rate": "10/m", "hold_on_retry": True},
+)
+def held_order(self, partner):
+    if self.request.retries == 0:
+        raise self.retry(countdown=30)
+app.finalize()
+with guarded(app):
+    assert held_order.apply(["bolt"]).successful()
+assert client.zcard(f"{held_order.lock_key('bolt')}:starts") == 2
+
+# A deploy changes the rate.
+def fetch(rate):
+    return SetnxLock(client, "lock.rates", rate=rate).acquire()
+for _ in range(3):
+    fetch((3, 60)).lock.release()
+assert fetch((2, 60)).paced and fetch((3, 60)).paced
+more = fetch((5, 60))
+assert more.acquired
+more.lock.release()
+assert 0 < fetch((3, 60)).remaining_s <= 60
+try:
+    order.apply_async(("acme", 1), singleton={"rate": "1/m"})
+except OptionError:
+    pass
+else:
+    raise AssertionError("a call had a rate of its own")
+""",
+        ),
+        # Once a day
+        Fragment(
+            "def remind(",
+            before="""
+from celery.contrib.testing.worker import start_worker
+client.flushall()
+DAY = 24 * 3600
+mails = []
+def send_mail(user_id):
+    if user_id == 13:
+        raise ConnectionError("no mail server")
+    mails.append(user_id)
+""",
+            after="""
+worker = start_worker(app, perform_ping_check=False, loglevel="error")
+worker.__enter__()
+""",
+        ),
+        Fragment(
+            "again = remind.delay(7)",
+            after="""
+first.get(timeout=30)
+done = remind.delay(7)
+assert done.deduplicated and done.id == first.id
+other = remind.delay(8)
+assert not other.deduplicated
+failed = remind.delay(13)
+assert isinstance(failed.get(timeout=30, propagate=False), ConnectionError)
+assert not remind.delay(13).deduplicated  # it tries again
+skipped = app.send_task("proj.remind", [7]).get(timeout=30)
+assert is_skipped(skipped) and skipped["holder"] == {"task_id": first.id, "state": "done"}
+other.get(timeout=30)
+assert mails == [7, 8]
+pass_time(DAY - 60, remind, 7)
+assert remind.delay(7).deduplicated
+pass_time(60, remind, 7)
+assert not remind.delay(7).deduplicated
+worker.__exit__(None, None, None)
+""",
+        ),
+        # Long tasks
+        Fragment(
+            "def write_report(",
+            before="""
+client.flushall()
+PAGES = 3
+database.execute("CREATE TABLE report (name TEXT PRIMARY KEY, pages BIGINT, fence BIGINT)")
+database.execute("INSERT INTO report VALUES ('May', 0, 0)")
+""",
+            after="""
+with guarded(app):
+    write_report.apply(["May"]).get()
+((pages, fence),) = database.execute("SELECT pages, fence FROM report WHERE name = 'May'")
+assert pages == PAGES and fence > 0
+guard = "UPDATE report SET pages = ? WHERE name = ? AND fence <= ?"
+write(guard, 99, "May", fence + 1)
+try:
+    write(guard, 0, "May", fence - 1)
+except LookupError:
+    pass
+else:
+    raise AssertionError("an earlier holder has written")
+with guarded(app):
+    write_report.apply(["May"]).get()
+((pages, later),) = database.execute("SELECT pages, fence FROM report WHERE name = 'May'")
+assert pages == 99 and later > fence
+""",
+        ),
+        # At most once
+        Fragment(
+            "def pay(",
+            before="""
+now_s = 1000
+
+class Partner:
+    def __init__(self):
+        self.paid, self.dies, self.freezes = [], None, None
+
+    def pay(self, reference):
+        if self.dies == "before":
+            raise SystemExit
+        if self.freezes:
+            self.freezes()
+        self.paid.append(reference)
+        if self.dies == "after":
+            raise SystemExit
+
+    def has(self, reference):
+        return reference in self.paid
+
+partner = Partner()
+def now():
+    return now_s
+database.execute("CREATE TABLE payment (id INTEGER PRIMARY KEY, state, claimed_at INTEGER, fence BIGINT)")
+database.executemany("INSERT INTO payment VALUES (?, 'new', 0, 0)", [(1,), (2,), (3,), (4,)])
+""",
+            after="""
+with guarded(app):
+    assert pay.apply([1]).get() == "paid"
+    assert pay.apply([1]).get() == "not new"  # delivered again
+    assert partner.paid == ["payment-1"]
+    for payment_id, dies in ((2, "before"), (3, "after")):
+        partner.dies = dies
+        try:
+            pay.apply([payment_id]).get()
+        except SystemExit:  # as after kill -9
+            pass
+partner.dies = None
+states = dict(database.execute("SELECT id, state FROM payment"))
+assert states == {1: "paid", 2: "claimed", 3: "claimed", 4: "new"}
+assert partner.paid == ["payment-1", "payment-3"]
+""",
+        ),
+        Fragment(
+            "def reconcile(",
+            before="OLD_S = 600",
+            after="""
+broker.delete("celery")
+assert reconcile.lock_key(2) == pay.lock_key(2)
+with guarded(app):
+    reconcile.apply([2]).get()  # too young
+    assert broker.llen("celery") == 0
+    now_s += OLD_S + 1
+    for payment_id in (1, 2, 3):
+        reconcile.apply([payment_id]).get()
+    states = dict(database.execute("SELECT id, state FROM payment"))
+    assert states == {1: "paid", 2: "new", 3: "paid", 4: "new"}
+    assert broker.llen("celery") == 1  # 2 is published again
+    assert pay.apply([2]).get() == "paid"
+    assert partner.paid == ["payment-1", "payment-3", "payment-2"]
+
+    def another_decides():
+        \"\"\"While the body stands still its lease ends, and its row is judged.\"\"\"
+        global now_s
+        partner.freezes = None
+        client.delete(pay.lock_key(4), f"{pay.lock_key(4)}:holder")
+        now_s += OLD_S + 1
+        reconcile.apply([4]).get()
+    partner.freezes = another_decides
+    pay.apply([4]).get()
+assert dict(database.execute("SELECT id, state FROM payment"))[4] == "new"  # its note was refused
+""",
+        ),
+        # Lock by hand
+        Fragment("def bill(", after='assert bill.lock_key("today") == "setnx:{proj.bill}"'),
+        # Without Celery
+        Fragment(
+            "def nightly():",
+            before="""
+import os, redis, socket
+from contextlib import redirect_stdout
+from io import StringIO
+client.flushall()
+PARTS, parts = range(4), []
+work = parts.append
+os.environ["REDIS_URL"] = "redis://localhost:6379/1"
+""",
+            after="""
+nightly()
+assert parts == [*PARTS]
+lock = SetnxLock(client, "lock.nightly-report", lease=5)
+assert lock.holder() is None
+with lock as held, redirect_stdout(StringIO()) as said:
+    nightly()
+    assert said.getvalue().startswith("not now: ") and parts == [*PARTS]
+    assert 4 < held.remaining_s() <= 5
+    held.ensure()
+    client.delete("lock.nightly-report", "{lock.nightly-report}:holder")
+    try:
+        held.renew()
+    except LockLost:
+        pass
+    else:
+        raise AssertionError("a lock that is gone was renewed")
+
+lock = SetnxLock(client, "lock.export", limit=3)
+copies = [SetnxLock(client, "lock.export", limit=3).acquire() for _ in range(4)]
+assert [copy.acquired for copy in copies] == [True, True, True, False]
+assert [copy.lock.permit for copy in copies[:3]] == [0, 1, 2]
+assert [holder.permit for holder in lock.holders()] == [0, 1, 2]
+assert lock.holder().token == copies[3].holder.token == copies[0].lock.token
+copies[1].lock.release()
+assert lock.holder() is None and len(lock.holders()) == 2
+fewer = SetnxLock(client, "lock.export", limit=2)
+assert fewer.acquire().lock.permit == 1
+assert not fewer.acquire().acquired
+copies[0].lock.release()
+copies[2].lock.release()
+assert fewer.acquire().lock.permit == 0
+assert not fewer.acquire().acquired
+
+feed = SetnxLock(client, "lock.feed", rate=(10, 60))
+for _ in range(10):
+    with feed:
+        pass
+outcome = feed.acquire()
+assert outcome.paced and not outcome.acquired and 50 < outcome.remaining_s <= 60
+assert str(outcome.holder).startswith("its pace of 10 in 60 s until ")
+short = SetnxLock(client, "lock.short", rate=(1, 0.3))
+first = short.acquire().lock
+assert first.release() == "released"
+second = short.acquire(wait=10).lock
+assert second.release() == "released" and second.fence - first.fence >= 300_000
+
+import subprocess, sys
+script = \"\"\"
+import os, redis, signal, sys, time
+from celery_setnx import SetnxLock
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+with SetnxLock(redis.Redis.from_url(os.environ["REDIS_URL"]), "lock.terminated"):
+    print("works", flush=True)
+    time.sleep(30)
+\"\"\"
+process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+assert process.stdout.readline() == "works\\n" and client.exists("lock.terminated")
+process.terminate()
+assert process.wait(10) == 143
+assert not client.exists("lock.terminated")
+for name in ("a{}b", "a}b"):
+    try:
+        SetnxLock(client, name)
+    except ValueError:
+        pass
+    else:
+        raise AssertionError(name)
+""",
+        ),
+        Fragment(
+            "SetnxLock(client, settle.lock_key(7)",
+            before="""
+@app.task(base=SingletonTask, singleton={"key": "account_id"})
+def settle(account_id, reason=""):
+    return "settled"
+""",
+            after="""
+with guarded(app):
+    assert settle.apply([7]).get() == "settled"
+    with SetnxLock(client, settle.lock_key(7)):
+        assert is_skipped(settle.apply([7]).get())
+        assert settle.apply([8]).get() == "settled"
+""",
+        ),
+    ],
     "docs/signals.md": [
         Fragment("def somebody_died(sender", before="@app.task(base=SingletonTask)\ndef settle(): ..."),
     ],

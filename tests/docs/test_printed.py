@@ -1,4 +1,4 @@
-"""The quickstart and the page of the operator's lock: every file and every command as it is printed."""
+"""The quickstart, and the recipe of a lock by hand: every command as it is printed."""
 
 import contextlib
 import os
@@ -15,10 +15,10 @@ import pytest
 import redis
 
 from examples.embedded import EmbeddedServer
-from tests.docs.pages import ROOT, Block, blocks, commands, text_of
+from tests.docs.pages import ROOT, Block, blocks, commands, section, text_of
 from tests.harness import wait_until
 
-QUICKSTART, OPERATORS = "docs/quickstart.md", "docs/operators-lock.md"
+QUICKSTART, RECIPES, BY_HAND = "docs/quickstart.md", "docs/recipes.md", "Lock by hand"
 # Installed as printed, from a clone of its own; else the suite's own virtual environment plays its part.
 INSTALL = bool(os.environ.get("QUICKSTART_INSTALL"))
 INSTALLS = ("python3 -m venv", ". .venv/bin/activate", "pip install")
@@ -63,9 +63,9 @@ class Reader:
             "PATH": f"{_tools(directory / 'tools')}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
 
-    def read(self, page: str) -> None:
-        """Do what the page says, from top to bottom."""
-        for block in blocks(text_of(page)):
+    def read(self, page: str, shown: list[Block]) -> None:
+        """Do what these blocks of a page say, from top to bottom."""
+        for block in shown:
             where = f"{page}, line {block.line}"
             if block.language == "python":
                 self._write(block, where)
@@ -181,27 +181,51 @@ def _tools(directory: Path) -> Path:
 
 
 @contextlib.contextmanager
-def followed(page: str, directory: Path) -> Iterator[Reader]:
-    """Who has followed a page, on an empty server, from an empty directory; its worker still runs."""
+def reading(directory: Path) -> Iterator[Reader]:
+    """A reader with an empty server and this directory. Afterwards its worker has ended."""
     with EmbeddedServer() as server:
         reader = Reader(directory, server.url())
         try:
-            reader.read(page)
             yield reader
         finally:
             reader.stop()
 
 
+# The app of a lock by hand, to which the recipe adds a task.
+SHOP = """
+import os
+from celery import Celery
+from celery_setnx import SingletonTask
+
+app = Celery("shop", broker=os.environ["REDIS_URL"], backend=os.environ["REDIS_URL"])
+
+
+@app.task(base=SingletonTask, singleton={"key": (), "scope": "shop.bill"})
+def audit():
+    return "audited"
+
+
+@app.task(base=SingletonTask, singleton={"key": "customer_id"})
+def sync(customer_id):
+    return f"synced {customer_id}"
+
+
+"""
+
+
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory) -> Iterator[Reader]:
-    """Who has followed the page of the operator's lock."""
-    with followed(OPERATORS, tmp_path_factory.mktemp("shop")) as reader:
+    """A reader of the recipe, whose worker has its task and two more."""
+    with reading(tmp_path_factory.mktemp("shop")) as reader:
+        (task,) = [block.text for block in blocks(section(text_of(RECIPES), BY_HAND)) if block.is_run]
+        (reader.directory / "shop.py").write_text(SHOP + task)
+        reader.run("celery -A shop worker -c 2 -l INFO")
         yield reader
 
 
 @pytest.fixture
 def asked(shop) -> Iterator[redis.Redis]:
-    """A client of the page's server."""
+    """A client of the reader's server."""
     with redis.Redis.from_url(shop.environment["REDIS_URL"], decode_responses=True) as client:
         yield client
 
@@ -220,27 +244,35 @@ def clone(tmp_path) -> Path:
 @pytest.mark.timeout(400)  # it may make an environment of its own
 def test_quickstart_goes_as_printed(clone):
     """From a clone to a deduplicated fan-out: every file, every command, every answer."""
-    with followed(QUICKSTART, clone) as reader:
+    with reading(clone) as reader:
+        reader.read(QUICKSTART, blocks(text_of(QUICKSTART)))
         assert reader.ran == commands(blocks(text_of(QUICKSTART)))
 
 
-def test_operators_lock_goes_as_printed(shop):
-    """Every command, every answer."""
-    printed = commands(blocks(text_of(OPERATORS)))
-    assert shop.ran[: len(printed)] == printed
+def test_lock_by_hand_goes_as_printed(shop):
+    """Every command, every answer. One call is skipped; another waits, and starts at the release."""
+    shown = [block for block in blocks(section(text_of(RECIPES), BY_HAND)) if block.language != "python"]
+    *before, unlock = shown
+    shop.read(RECIPES, before)
+    shop.run("celery -A shop call shop.audit")
+    shop.run("celery -A shop call shop.bill --args '[\"2026-11-22\"]'")
+    wait_until(lambda: "Skipped shop.audit" in shop.log_text(), f"a skip in {shop.log}")
+    wait_until(lambda: re.search(r"shop\.bill\S+ waits in line", shop.log_text()), f"a wait in {shop.log}")
+    shop.read(RECIPES, [unlock])
+    wait_until(lambda: "'billed 2026-11-22'" in shop.log_text(), f"the bill in {shop.log}", 10)
 
 
-def test_operators_lock_that_is_forgotten_is_taken_over(shop, asked):
+def test_lock_by_hand_that_is_forgotten_is_taken_over(shop, asked):
     """By a call that meets it, or for one that waits for it; the log says so."""
-    assert asked.set("setnx:{ledger}", int(asked.time()[0]) + 1, nx=True)
+    assert asked.set("setnx:{shop.bill}", int(asked.time()[0]) + 1, nx=True)
     shop.run("celery -A shop call shop.bill --args '[\"2026-11-23\"]'")
     wait_until(lambda: "billed 2026-11-23" in shop.log_text(), f"the bill in {shop.log}")
     who = r"(shop\.bill\[.*\]|Task \S+ \(first in line\))"
-    took_over = rf"WARNING.* {who} took over setnx:\{{ledger\}} from a foreign client .*: it ended \d"
+    took_over = rf"WARNING.* {who} took over setnx:\{{shop\.bill\}} from a foreign client .*: it ended \d"
     wait_until(lambda: re.search(took_over, shop.log_text()), f"{took_over} in {shop.log}")
 
 
-def test_operators_lock_of_a_keyed_task_is_for_one_key(shop, asked):
+def test_lock_by_hand_of_a_keyed_task_is_for_one_key(shop, asked):
     """`setnx:{shop.sync}` locks nothing; the name that `show` says locks one customer."""
     shop.run("celery -A shop setnx show shop.sync 42")
     shown = re.search(r"^key +(\S+)$", shop.said, re.MULTILINE)

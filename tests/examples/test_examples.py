@@ -13,22 +13,16 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, blocks, text_of
+from tests.docs.pages import ROOT, blocks, pages, text_of
 from tests.harness import wait_until
 
 EXAMPLES = ROOT / "examples"
 EXPECTED = Path(__file__).parent / "expected"
 DEADLINE_S = 240
-PAGES = (
-    *("docs/per-customer.md", "docs/five-at-a-time.md", "docs/ten-a-minute.md", "docs/long-task.md"),
-    *("docs/django.md", "docs/plain-lock.md"),
-)
-SHOWN = ("per_customer", "five_at_a_time", "ten_a_minute", "long_task", "plain_script")
 ELSEWHERE = {
     "demo": "make demo, in .ci/run",
     "picture": "draws a file from what the demo has seen",
@@ -141,34 +135,26 @@ def test_django_project_is_whole(run, command, says):
     assert says in ended.stderr
 
 
-def excerpts() -> Iterator[tuple[str, str, str]]:
-    """The blocks of the pages that begin with `# examples/...`: page, file, and the lines that follow."""
-    for page in PAGES:
-        for block in blocks(text_of(page)):
-            first, _, rest = block.text.partition("\n")
-            if block.is_run and first.startswith("# examples/"):
-                yield page, first.removeprefix("# "), rest
+def test_examples_that_pages_name_exist():
+    """`python -m examples.NAME` runs wherever a page says it."""
+    named = {
+        name for page in pages() for name in re.findall(r"python -m examples\.([a-z][\w.]*\w)", text_of(page))
+    }
+    assert {"fan_out", "per_customer", "five_at_a_time", "ten_a_minute", "long_task"} <= named
+    assert named <= {*runnable()}
 
 
-def test_pages_show_the_code_of_the_examples():
-    """What a page shows of an example is there word for word, paragraph by paragraph, in this order."""
-    pages = set()
-    for page, file, excerpt in excerpts():
-        source, place = text_of(file), 0
+def test_django_page_shows_the_code_of_its_example():
+    """A block that begins with `# examples/...` is there word for word, paragraph by paragraph, in this order."""
+    found = 0
+    for block in blocks(text_of("docs/django.md")):
+        first, _, excerpt = block.text.partition("\n")
+        if not (block.is_run and first.startswith("# examples/")):
+            continue
+        file, place = first.removeprefix("# "), 0
         for paragraph in re.split(r"\n\n+", textwrap.dedent(excerpt).strip("\n")):
-            at = source.find(paragraph + "\n", place)
-            assert at >= 0, f"{page}: {file} does not have, from place {place} on:\n{paragraph}"
+            at = text_of(file).find(paragraph + "\n", place)
+            assert at >= 0, f"{file} does not have, from place {place} on:\n{paragraph}"
             place = at + len(paragraph)
-        pages.add(page)
-    assert pages == {*PAGES}
-
-
-def test_pages_show_the_output_of_the_examples():
-    """The text below a command on a page is what the example prints."""
-    found = {}
-    for page in PAGES:
-        for asked, said in pairwise(blocks(text_of(page))):
-            if said.language == "text" and asked.text.startswith("python -m examples."):
-                name = asked.text.strip().removeprefix("python -m examples.")
-                found[name] = shown(name, said.text.replace(" on host (", " on <host> ("))
-    assert found == {name: EXPECTED.joinpath(f"{name}.txt").read_text() for name in SHOWN}
+        found += 1
+    assert found >= 4
