@@ -70,6 +70,7 @@ COMMANDS: list[Run | Elsewhere] = [
     # Whole pages, as they are printed.
     Elsewhere(".*", f"{_PRINTED}::test_tutorial_goes_as_printed", ("docs/tutorial.md",)),
     Elsewhere(".*", f"{_PRINTED}::test_operators_lock_goes_as_printed", ("docs/operators-lock.md",)),
+    Elsewhere(".*", "tests/docs/test_runbook.py::test_runbook_goes_as_printed", ("docs/runbook.md",)),
     Elsewhere(r"python manage\.py test", f"{_EXAMPLES}::test_django_project_is_whole", ("docs/django.md",)),
     Elsewhere(
         r"python manage\.py check",
