@@ -1,4 +1,4 @@
-"""A key, an option, an argument or a name changes while calls are queued: docs/redeploy.md. Real workers."""
+"""A key, an option, an argument or a name changes while calls are queued: docs/runbook.md. Real workers."""
 
 from collections.abc import Callable
 from typing import Any

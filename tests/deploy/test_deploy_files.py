@@ -81,8 +81,8 @@ def test_worker_is_killed_a_margin_after_its_soft_shutdown(name):
     ("name", "file"), [("systemd", UNIT), ("kubernetes", KUBERNETES), ("compose alpha", COMPOSE)]
 )
 def test_page_has_the_numbers_of_the_files(name, file):
-    """docs/redeploy.md, in the row that links to the file."""
-    page, ending = text_of("docs/redeploy.md"), ENDINGS[name]()
+    """docs/runbook.md, in the row that links to the file."""
+    page, ending = text_of("docs/runbook.md"), ENDINGS[name]()
     (row,) = [line for line in page.splitlines() if f"../{file.relative_to(ROOT)})" in line]
     assert f"| {ending.soft_s:g} s | {ending.grace_s:g} s (" in row
 

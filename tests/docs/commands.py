@@ -68,6 +68,7 @@ _METRICS = r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8"
 COMMANDS: list[Run | Elsewhere] = [
     # Whole pages, as they are printed.
     Elsewhere(".*", f"{_PRINTED}::test_quickstart_goes_as_printed", ("docs/quickstart.md",)),
+    Elsewhere(".*", "tests/docs/test_runbook.py::test_runbook_goes_as_printed", ("docs/runbook.md",)),
     Elsewhere(
         r"redis-cli -u \S+ (SETNX|SET) .*|celery -A shop setnx release --force --yes \S+",
         f"{_PRINTED}::test_lock_by_hand_goes_as_printed",

@@ -145,7 +145,7 @@ def test_examples_that_pages_name_exist():
 
 
 def test_django_page_shows_the_code_of_its_example():
-    """A block that begins with `# examples/...` is there word for word, paragraph by paragraph, in this order."""
+    """A block that begins with `# examples/...` is there word for word, its paragraphs in this order."""
     found = 0
     for block in blocks(text_of("docs/django.md")):
         first, _, excerpt = block.text.partition("\n")
