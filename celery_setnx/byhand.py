@@ -12,10 +12,12 @@ from contextlib import contextmanager
 import redis
 from celery import Celery
 
+from celery_setnx.call.back import call_and_broker
 from celery_setnx.call.wake import look_within
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock import survey
+from celery_setnx.lock.line import call_in_line
 from celery_setnx.lock.look import WAITERS, Sighting
 from celery_setnx.lock.look import look as look_at
 from celery_setnx.lock.record import Waiter
@@ -117,13 +119,24 @@ def release_each(
 
 def let_others_go_on(app: Celery, seen: Sighting) -> bool:
     """Have a worker look at the line of a lock: whether anybody waits, and one was told."""
+    client = client_for(app)
     try:
-        waits = look_at(client_for(app), seen.key).waiting
+        waiters = look_at(client, seen.key, waiters=1).waiters
+        task = _task_in_line(client, seen.key, waiters[0].task_id) if waiters else None
     except (SetnxError, *REDIS_ERRORS) as error:
         text = "It is not known whether calls wait in line for %s: %s"
         logger.warning(text, seen.key, error, extra=fields(task=seen.task, key=seen.key, about=seen.about))
         return False
-    return bool(waits and look_within(app, seen.task, seen.key, 0.0).epoch)
+    return bool(waiters and look_within(app, task or seen.task, seen.key, 0.0).epoch)
+
+
+def _task_in_line(client: redis.Redis, key: str, task_id: str) -> str | None:
+    """The task of a call in line: a lock that tasks share, or that a foreign client has, names none of them."""
+    try:
+        text = call_in_line(client, key, task_id)
+        return call_and_broker(text)[0].task if text else None
+    except (SetnxError, ValueError):
+        return None
 
 
 def _drop(client: redis.Redis, seen: Sighting, *, renewals: int) -> Sighting | None:

@@ -5,6 +5,8 @@ from unittest.mock import Mock
 import pytest
 
 from celery_setnx import LockRefused, LockUnavailable, byhand
+from celery_setnx.call.back import Message
+from celery_setnx.call.message import Call
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.survey import Sighting
 from celery_setnx.signals import lock_released
@@ -57,6 +59,16 @@ def test_release_frees_the_lock_and_leaves_a_log_line_and_a_signal(stage_of, cap
     ((_, signal),) = hear.call_args_list
     said = [signal[name] for name in ("sender", "task_id", "key", "about", "fence", "outcome")]
     assert said == [stage_of.task("sync"), "t-1", held.key, "", held.fence, "by_hand"]
+
+
+def test_release_of_a_lock_that_tasks_share_lets_the_call_in_line_go_on(stage_of):
+    """A foreign holder names no task, and the scope is the name of none: no worker looks at its lines."""
+    call = Call(TASK + "crowd_one", "t-9", key=stage_of.key("crowd_one"))
+    message = Message({"task": call.task, "id": call.task_id}, {}, "q", ((), {}, {}), "application/json")
+    stage_of.foreign("crowd_one")
+    stage_of.park("crowd_one", message.packed(stage_of.app, call))
+    assert byhand.release(stage_of.app, byhand.look(stage_of.app, call.key), by="ada")
+    assert stage_of.is_due("crowd_one")
 
 
 def pass_on(stage: Stage, seen: Sighting) -> None:

@@ -155,9 +155,9 @@ class Stage:
         age(self.locks, self.key(name, customer), ago)
         return self.key(name, customer)
 
-    def park(self, name: str = "sync") -> None:
-        """A call that has waited in line for 5 s."""
-        park(self.locks, LineEntry(self.key(name), "t-9", 0, 60), since=time.time() - 5, call="")
+    def park(self, name: str = "sync", call: str = "") -> None:
+        """A call that has waited in line for 5 s, and what it is woken with."""
+        park(self.locks, LineEntry(self.key(name), "t-9", 0, 60), since=time.time() - 5, call=call)
 
     def is_due(self, name: str = "sync") -> bool:
         """Whether a worker is to look at the line now."""
