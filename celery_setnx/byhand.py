@@ -131,7 +131,7 @@ def let_others_go_on(app: Celery, seen: Sighting) -> bool:
 
 
 def _task_in_line(client: redis.Redis, key: str, task_id: str) -> str | None:
-    """The task of a call in line: a lock that tasks share, or that a foreign client has, names none of them."""
+    """The task of a call in line. A lock that tasks share, or that a foreign client has, does not name it."""
     try:
         text = call_in_line(client, key, task_id)
         return call_and_broker(text)[0].task if text else None
