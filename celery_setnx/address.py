@@ -172,7 +172,7 @@ def _provider(named: Any, setting: str) -> redis.CredentialProvider:
         ) from error
     if not isinstance(made, redis.CredentialProvider):
         raise OptionError(
-            f"the credential_provider of {setting}, {named!r}, is not a redis.CredentialProvider: name such a "
-            'class, as in "yours.module.Provider"'
+            f"the credential_provider of {setting}, {named!r}, is not a redis.CredentialProvider: name "
+            'such a class, as in "yours.module.Provider"'
         )
     return made

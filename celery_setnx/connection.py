@@ -113,8 +113,8 @@ def lock_url(app: Celery) -> tuple[str, str]:
         return _supported(explicit, "setnx_url"), "setnx_url"
     if os.environ.get("SETNX_URL"):
         raise OptionError(
-            "the environment variable SETNX_URL is not read: set setnx_url in the app's configuration, or rename "
-            "the variable to CELERY_SETNX_URL"
+            "the environment variable SETNX_URL is not read: set setnx_url in the app's configuration, or "
+            "rename the variable to CELERY_SETNX_URL"
         )
     backend = _redis_backend(app)
     if backend is not None:
@@ -253,8 +253,8 @@ def _backend_class(app: Celery, named: Any) -> tuple[Any, Any]:
         raise
     except Exception as error:
         raise OptionError(
-            f"result_backend ({masked(str(named))}) cannot be loaded, and it may hold the locks: {error}. Fix "
-            "it, or set setnx_url"
+            f"result_backend ({masked(str(named))}) cannot be loaded, and it may hold the locks: {error}. "
+            "Fix it, or set setnx_url"
         ) from error
     return (backend_class if isinstance(backend_class, type) else None), url
 

@@ -255,8 +255,8 @@ def _check_pool(client: Any, worker: Any) -> None:
     is_prefork = any(base.__module__ == "celery.concurrency.prefork" for base in worker.pool_cls.__mro__)
     if is_prefork and not _is_multiprocess(client):
         raise OptionError(
-            "celery_setnx.metrics.serve: the processes of a prefork worker count separately. Start the worker "
-            "with PROMETHEUS_MULTIPROC_DIR set to an empty directory of its own, or use another pool "
+            "celery_setnx.metrics.serve: the processes of a prefork worker count separately. Start the "
+            "worker with PROMETHEUS_MULTIPROC_DIR set to an empty directory of its own, or use another pool "
             "(-P threads)"
         )
 

@@ -161,8 +161,8 @@ PUBLISH_ONLY = frozenset({"on_duplicate"})
 OF_THE_TASK = frozenset({"limit", "rate", "dedupe_for"})
 """What all calls of a task have in common: the calls of a key must agree on it."""
 _LEASE = (
-    "lease (30 s is enough, because a running task renews it). To end a lock during a run use at_most_for; to "
-    "limit how long a queued call counts, queue_lease; how long a call waits, max_wait"
+    "lease (30 s is enough, because a running task renews it). To end a lock during a run use at_most_for; "
+    "to limit how long a queued call counts, queue_lease; how long a call waits, max_wait"
 )
 OF_OTHERS: Mapping[str, str] = {
     **dict.fromkeys(("keys", "unique_on", "unique_key", "lock_key"), "key"),
@@ -282,8 +282,8 @@ def refuse_unread_environment(conf: Any, namespace: str | None = None) -> None:
             if conf.get(meant) is None:
                 known = f", or rename the variable to CELERY_{meant.upper()}" if meant == "setnx_url" else ""
                 raise OptionError(
-                    f"the environment variable {variable} is not read: set {spelled(meant, namespace)} in the "
-                    f"app's configuration{known}"
+                    f"the environment variable {variable} is not read: set {spelled(meant, namespace)} in "
+                    f"the app's configuration{known}"
                 )
 
 

@@ -409,7 +409,9 @@ def guard_for(task: Task) -> Guard:
     if guard is not None:
         return guard
     if isinstance(task, SingletonTask) or decorated(task.run) is None:
-        raise OptionError(f"{task.name} has no lock: add base=SingletonTask, or @singleton(...) below @app.task")
+        raise OptionError(
+            f"{task.name} has no lock: add base=SingletonTask, or @singleton(...) below @app.task"
+        )
     return _guard_of(task)
 
 
@@ -655,7 +657,8 @@ def _refuse_autoretried_raise(task: Task, options: Options) -> None:
     if raises and issubclass(LockTimeout, retried) and not issubclass(AlreadyRunning, spared):
         raise OptionError(
             f"{task.name} has @singleton with on_conflict='raise' or max_wait, and its autoretry_for would "
-            "retry that error; add base=SingletonTask, or add celery_setnx.AlreadyRunning to dont_autoretry_for"
+            "retry that error; add base=SingletonTask, or add celery_setnx.AlreadyRunning to "
+            "dont_autoretry_for"
         )
 
 
@@ -809,8 +812,8 @@ def _refuse_hidden(app: Celery, function: Callable[..., Any]) -> None:
     """Refuse a function with @singleton that a worker runs, and that is the body of no task one can see."""
     if not any(_is_body_of(task, function) for task in list(app._tasks.values())):
         raise OptionError(
-            f"@singleton on {function.__qualname__} guards nothing: no task is known to run this function; if "
-            "there is a decorator between it and @app.task, that needs functools.wraps"
+            f"@singleton on {function.__qualname__} guards nothing: no task is known to run this function; "
+            "if there is a decorator between it and @app.task, that needs functools.wraps"
         )
 
 

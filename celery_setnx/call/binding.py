@@ -67,8 +67,8 @@ def refuse_other_way(following: Callable[..., Any], task: Any, args: Any, kwargs
 
 def _batching(name: str, found: str) -> str:
     return (
-        f"{name} has {found}: its calls do not take Celery's usual way to the pool, as with celery-batches, so "
-        "they would run without their lock. Lock in the body with SetnxLock, or publish calls of another, "
+        f"{name} has {found}: its calls do not take Celery's usual way to the pool, as with celery-batches, "
+        "so they would run without their lock. Lock in the body with SetnxLock, or publish calls of another, "
         "guarded task from it"
     )
 
@@ -84,8 +84,9 @@ def loops_over(task: Task) -> str:
 def loop_refused(what: str, name: str) -> OptionError:
     """What becomes of Celery's `map`, `starmap` and `chunks` of a guarded task."""
     return OptionError(
-        f"{what} of {name} is refused: Celery runs its bodies as plain functions in one message, without their "
-        "lock. Publish one call each: with fan_out(...), or as a group of signatures if you need the results"
+        f"{what} of {name} is refused: Celery runs its bodies as plain functions in one message, without "
+        "their lock. Publish one call each: with fan_out(...), or as a group of signatures if you need the "
+        "results"
     )
 
 
@@ -147,8 +148,8 @@ def refuse_named_base() -> None:
         base = options.get("base")
         if isinstance(base, str) and "SingletonTask" in base:
             raise OptionError(
-                f"{options.get('name') or _shown(function)} has base={base!r}, which is text, but Celery needs "
-                "the class; write base=SingletonTask, and import that from celery_setnx"
+                f"{options.get('name') or _shown(function)} has base={base!r}, which is text, but Celery "
+                "needs the class; write base=SingletonTask, and import that from celery_setnx"
             )
 
 

@@ -159,7 +159,8 @@ class FanningOut:
         """Publish the calls."""
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise OptionError(
-                f"fan_out of {self.task.name}: batch_size must be a whole number of 1 or more, not {batch_size!r}"
+                f"fan_out of {self.task.name}: batch_size must be a whole number of 1 or more, not "
+                f"{batch_size!r}"
             )
         self.batch_size, self.each, self.progress = batch_size, each, progress
         try:

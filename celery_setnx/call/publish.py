@@ -261,8 +261,8 @@ def refuse_unseen(guard: Guard, publisher: str, task_id: str | None, options: Ma
         lost = lost or f"dedupe={guard.options.dedupe!r}"
     if lost is not None:
         raise OptionError(
-            f"{publisher} publishes a call of {guard.task} by Celery's Task.apply_async, not by SingletonTask's, "
-            f"so {lost} would have no effect: call super().apply_async(...) instead"
+            f"{publisher} publishes a call of {guard.task} by Celery's Task.apply_async, not by "
+            f"SingletonTask's, so {lost} would have no effect: call super().apply_async(...) instead"
         )
 
 

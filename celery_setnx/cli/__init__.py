@@ -254,7 +254,9 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     if force and (queued or done or starts):
         raise click.UsageError("--force is only for locks: leave it out with --queued, --done and --starts")
     if task is not None and names_call:
-        raise click.UsageError(f"--task means all calls of {task}; for one call give TASK and its ARGS instead")
+        raise click.UsageError(
+            f"--task means all calls of {task}; for one call give TASK and its ARGS instead"
+        )
     from celery_setnx.cli import byhand
     from celery_setnx.cli.asked import loaded, permit_of, sight
 

@@ -133,7 +133,9 @@ def sight(
     if target in app.tasks:
         return sight_call(app, app.tasks[target], arguments, args_json, kwargs_json)
     if arguments or args_json or kwargs_json:
-        raise click.UsageError(f"{target} is a key, so it takes no ARGS" if "{" in target else unknown(app, target))
+        raise click.UsageError(
+            f"{target} is a key, so it takes no ARGS" if "{" in target else unknown(app, target)
+        )
     sighting = look_at(app, target)
     is_whole = "{" in target and target.endswith("}")
     if is_whole or sighting.holders or sighting.left:
@@ -168,7 +170,7 @@ def sight_call(
     other = look_at(app, other_key)
     if other_key == key or not (other.is_lock or other.mark):
         return Asked(sighting, about)
-    has = f"is held by {other.holder}" if other.holder else "is queued" if other.mark else "has calls waiting in line"
+    has = f"is held by {other.holder}" if other.holder else "is queued" if other.mark else "has calls in line"
     words = " ".join(map(shlex.quote, otherwise))
     meant = titled(task.name, other_about)
     instead = f"But {meant} {has}. The number and the text are different keys. To ask about that one: {words}"

@@ -27,8 +27,8 @@ logger = Log("celery_setnx")
 
 _NOT_KNOWN = "Not released: its holder may still be running. Stop it first, or use --force."
 _NONE_KNOWN = (
-    "Not released: all holders may still be running. Stop them first, or use --force, which releases them all. "
-    "To release one of them, name it: {}."
+    "Not released: all holders may still be running. Stop them first, or use --force, which releases them "
+    "all. To release one of them, name it: {}."
 )
 
 
@@ -59,7 +59,10 @@ def release_lock(
     if not shown:
         raise _nothing_to_release(app, sighting, permit, instead)
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not _has_record(sighting):
-        raise click.UsageError(f"{sighting.key} is not a lock of this app's tasks, and has no record: it may be another program's.")
+        raise click.UsageError(
+            f"{sighting.key} is not a lock of this app's tasks, and has no record: it may be another "
+            "program's."
+        )
     in_short = sighting.has_several and permit is None
     if in_short:
         say(f"{sighting.key}: {of_permits(sighting)} permits are held.")
@@ -80,7 +83,10 @@ def release_lock(
     names = [one.name for one in released]
     for one in chosen:
         if one.name not in names:
-            raise NotReleased(f"Not released: {one.name} has changed since it was shown, or its value is not text. Look again.")
+            raise NotReleased(
+                f"Not released: {one.name} has changed since it was shown, or its value is not text. Look "
+                "again."
+            )
 
 
 def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, instead: str) -> NotReleased:

@@ -493,14 +493,14 @@ def _deploy(sighting: Sighting, options: Options) -> Iterator[str]:
         return
     if others.limit != limit:
         yield (
-            f"This app's limit is {limit}, but the last client of the lock had {others.limit}: a deploy is under "
-            "way, or tasks share the scope with different limits."
+            f"This app's limit is {limit}, but the last client of the lock had {others.limit}: a deploy is "
+            "under way, or tasks share the scope with different limits."
         )
     if others[1:] != terms[1:]:
         own, other = (of.pace if of.starts else "none" for of in (terms, others))
         yield (
-            f"This app's rate is {own}, but the last client of the lock had {other}: a deploy is under way, or "
-            "tasks share the scope with different rates."
+            f"This app's rate is {own}, but the last client of the lock had {other}: a deploy is under way, "
+            "or tasks share the scope with different rates."
         )
 
 

@@ -25,7 +25,10 @@ def unread_of_task(task: Task, *, is_guarded: bool) -> Iterator[tuple[str, str]]
     kind = type(task)
     for name, value in _own(kind):
         if name in _LEFT_OVER:
-            yield f"{name}={value!r}", f"Remove it.{_here(name, value)} See docs/moving.md#{_LEFT_OVER[name]}."
+            yield (
+                f"{name}={value!r}",
+                f"Remove it.{_here(name, value)} See docs/moving.md#{_LEFT_OVER[name]}.",
+            )
         elif is_options(value) and _is_like(name, "singleton"):
             yield f"{name}={value!r}", "Write singleton={...}."
         elif name in (PLAIN_WORDS if is_guarded else set(NAMES) - set(PLAIN_WORDS)):
