@@ -398,7 +398,7 @@ def _value(where: str, name: str, value: Any) -> Any:
     if name not in NAMES:
         close = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(NAMES)}."
-        hint = f"here it is called {OF_OTHERS[name]}" if name in OF_OTHERS else hint
+        hint = f"use {OF_OTHERS[name]}" if name in OF_OTHERS else hint
         raise OptionError(f"{where} has an unknown option {name!r}; {hint}")
     if name in _DURATIONS and not (value is None and _DURATIONS[name].endswith("or None")):
         return duration_s(where, name, value, _DURATIONS[name])

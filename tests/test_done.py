@@ -373,5 +373,5 @@ def test_window_that_cannot_be_is_refused(server, options, message):
 
 def test_window_of_a_single_call_is_refused(tasks):
     """All calls of a key must agree on it."""
-    with pytest.raises(OptionError, match="'dedupe_for' of a call of daily is one for all calls"):
+    with pytest.raises(OptionError, match="'dedupe_for' of a call of daily is the same for all calls"):
         tasks.daily.apply_async(["a"], singleton={"dedupe_for": 5})

@@ -461,7 +461,7 @@ def _may_be_stopped(sighting: Sighting) -> bool:
 def _stop(which: str, task_id: str) -> list[str]:
     """How to end a body that hangs: the command in a line of its own, to be copied."""
     return [
-        f"If it hangs, stop {which}; its prefork worker then frees the lock:",
+        f"If {which} hangs, stop it; its prefork worker then frees the lock:",
         f"  celery -A APP control terminate KILL {shlex.quote(task_id)}",
     ]
 

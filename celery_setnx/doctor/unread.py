@@ -70,8 +70,7 @@ def _own(kind: type[Task]) -> Iterator[tuple[str, Any]]:
 def _here(name: str, value: Any) -> str:
     """What others' options are here."""
     names = [name] if name != "once" else list(value) if isinstance(value, Mapping) else []
-    found = [f"{each} is called {OF_OTHERS[each]}" for each in names if each in OF_OTHERS]
-    return f" Here {', '.join(found)}." if found else ""
+    return "".join(f" Instead of {each} use {OF_OTHERS[each]}." for each in names if each in OF_OTHERS)
 
 
 def _is_like(name: str, other: str) -> bool:
