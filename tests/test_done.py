@@ -358,8 +358,8 @@ def test_sender_without_the_tasks_code_asks_as_well(tasks, name):
     ("options", "message"),
     [
         ({"dedupe_for": 5}, "dedupe_for=5 and dedupe=None"),
-        ({"dedupe_for": 5, "dedupe": "until_started"}, "add dedupe='until_done'"),
-        ({"dedupe_for": 0, "dedupe": "until_done"}, "must be positive or None and finite"),
+        ({"dedupe_for": 5, "dedupe": "until_started"}, "dedupe_for needs dedupe='until_done'"),
+        ({"dedupe_for": 0, "dedupe": "until_done"}, "must be more than 0 seconds, or None"),
         ({"dedupe_for": "a day", "dedupe": "until_done"}, "must be seconds or a timedelta"),
     ],
 )

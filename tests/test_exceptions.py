@@ -134,7 +134,7 @@ def test_message_of_ours_is_printable(error):
         ("NoPermissionError: User x has no permissions to run the 'eval' command", "Grant its user"),
         ("ResponseError: The user executing the script can't run this command (SET)", "Grant its user"),
         ("NoPermissionError: No permissions to access a key", "Grant its user what is missing"),
-        ("nobody is seen to wait for it: ZCOUNT is forbidden", "Grant its user what is missing"),
+        ("its line cannot be read: ZCOUNT is forbidden", "Grant its user what is missing"),
         ("ResponseError: unknown command 'EVALSHA', with args beginning with:", "too old"),
         ("ResponseError: Unknown Redis command called from script", "too old"),
         (
