@@ -88,7 +88,7 @@ def parse(url: str, setting: str) -> Address:
         params["ssl"] = True
     elif scheme != "sentinel" and any(name.startswith("ssl_") for name in params):
         secure = scheme.replace("redis", "rediss", 1)
-        raise OptionError(f"{setting} has options of TLS, and a scheme without it: write {secure}://")
+        raise OptionError(f"{setting} has TLS options, but its scheme has no TLS: write {secure}://")
     return Address(hosts_of(url), params)
 
 
@@ -110,7 +110,7 @@ def database(named: Any, setting: str) -> int:
     """The number of a database; an OptionError where redis-py would take another name for 0."""
     text = str("" if named is None else named).strip("/")
     if text and not text.isdecimal():
-        raise OptionError(f"{setting} names the database {text!r}: databases of Redis are numbers, from 0")
+        raise OptionError(f"{setting} names the database {text!r}: write a number, from 0")
     return int(text or 0)
 
 
@@ -154,8 +154,8 @@ def _refuse_unread(given: Iterable[str], read: list[str], where: str) -> None:
     for name in given:
         if name not in read and not name.startswith("ssl_"):
             close = difflib.get_close_matches(name, read, n=1, cutoff=0.7)
-            hint = f"did you mean {close[0]!r}?" if close else f"what is read is {', '.join(read)}, ssl_*"
-            raise OptionError(f"{where} has {name!r}, which nobody reads; {hint}")
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(read)}, ssl_*"
+            raise OptionError(f"{where} has an unknown option {name!r}; {hint}")
 
 
 def _provider(named: Any, setting: str) -> redis.CredentialProvider:
@@ -167,12 +167,12 @@ def _provider(named: Any, setting: str) -> redis.CredentialProvider:
         raise
     except Exception as error:
         raise OptionError(
-            f"the credential_provider of {setting}, {named!r}, cannot be made "
+            f"the credential_provider of {setting}, {named!r}, cannot be created "
             f"({type(error).__name__}: {error}): name a class that needs no arguments, or give an object"
         ) from error
     if not isinstance(made, redis.CredentialProvider):
         raise OptionError(
-            f"the credential_provider of {setting}, {named!r}, is no redis.CredentialProvider: name a class "
-            'that is one, such as "yours.module.Provider"'
+            f"the credential_provider of {setting}, {named!r}, is not a redis.CredentialProvider: name "
+            'such a class, as in "yours.module.Provider"'
         )
     return made

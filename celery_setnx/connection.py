@@ -113,7 +113,8 @@ def lock_url(app: Celery) -> tuple[str, str]:
         return _supported(explicit, "setnx_url"), "setnx_url"
     if os.environ.get("SETNX_URL"):
         raise OptionError(
-            "SETNX_URL is in the environment, and nobody reads it: name it CELERY_SETNX_URL, or set setnx_url"
+            "the environment variable SETNX_URL is not read: set setnx_url in the app's configuration, or "
+            "rename the variable to CELERY_SETNX_URL"
         )
     backend = _redis_backend(app)
     if backend is not None:
@@ -127,13 +128,12 @@ def lock_url(app: Celery) -> tuple[str, str]:
         )
     if len(urls) > 1 and len({_place(app, url) for url in urls}) > 1:
         raise OptionError(
-            "broker_url names several servers, and locks must live on exactly one: "
-            "set setnx_url to the Redis that holds them"
+            "broker_url names several servers, but all locks must be on one: set setnx_url to that Redis"
         )
     if read != urls and {_place(app, url) for url in read} != {_place(app, urls[0])}:
         raise OptionError(
-            "broker_read_url and broker_write_url name two servers, and locks must live on exactly one for "
-            "all who publish and all workers: set setnx_url to the Redis that holds them"
+            "broker_read_url and broker_write_url name different servers, but all locks must be on one: set "
+            "setnx_url to that Redis"
         )
     return urls[0], "broker_url"
 
@@ -253,8 +253,8 @@ def _backend_class(app: Celery, named: Any) -> tuple[Any, Any]:
         raise
     except Exception as error:
         raise OptionError(
-            f"result_backend ({masked(str(named))}) cannot be loaded, so whether it holds the locks is not "
-            f"known: {error}. Mend it, or set setnx_url"
+            f"result_backend ({masked(str(named))}) cannot be loaded, and it may hold the locks: {error}. "
+            "Fix it, or set setnx_url"
         ) from error
     return (backend_class if isinstance(backend_class, type) else None), url
 
@@ -377,7 +377,7 @@ def _sentinel_client(
     """The master that the Sentinels name, asked again with every new connection."""
     if not options.get("master_name"):
         raise OptionError(
-            f"{setting} names Sentinels, but not their master: set {_TRANSPORT_OPTIONS[setting]} = "
+            f"{setting} names Sentinels, but no master: set {_TRANSPORT_OPTIONS[setting]} = "
             '{"master_name": "..."}'
         )
     if params.pop("ssl", False):
@@ -395,7 +395,7 @@ def _sentinel_client(
 def _cluster_client(hosts: list[tuple[str, int]], params: dict[str, Any], timeout_s: float) -> Any:
     """A cluster, of which the URL names one node or more; it finds the others."""
     if params.pop("db", 0):
-        raise OptionError("a Redis Cluster has no databases but 0")
+        raise OptionError("a Redis Cluster has only database 0")
     nodes = [ClusterNode(host, port) for host, port in hosts]  # type: ignore[no-untyped-call]
     params = {**params, **_ours(timeout_s)}
     return LateCluster(partial(RedisCluster, startup_nodes=nodes, **params))
@@ -410,22 +410,22 @@ def _usable(setting: str, url: str) -> Iterator[None]:
         raise
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, redis.RedisError) as error:
         said = f": {error}" if "@" not in url else ""  # it may quote a part of the password
-        raise OptionError(f"{setting} is not usable as it is ({masked(url)}){said}") from error
+        raise OptionError(f"{setting} cannot be used ({masked(url)}){said}") from error
 
 
 def _supported(url: Any, setting: str) -> str:
     if not isinstance(url, str):
         raise OptionError(
-            f"{setting} must be one URL as a text, such as {EXAMPLE!r}, not a {type(url).__name__}"
+            f"{setting} must be one URL, as text, such as {EXAMPLE!r}, not a {type(url).__name__}"
         )
     if "://" not in url:
         shown = masked(re.sub(r"^.*@", "**@", url))
         raise OptionError(
-            f"{setting} has no scheme: it is {shown!r}; write it as an URL, such as {EXAMPLE!r}. "
+            f"{setting} has no scheme: {shown!r}; write a URL, such as {EXAMPLE!r}. "
             f"The schemes are {', '.join(SCHEMES)}"
         )
     if scheme_of(url) not in SCHEMES:
         raise OptionError(
-            f"{setting} has the scheme {scheme_of(url)!r}; this version keeps locks on {', '.join(SCHEMES)}"
+            f"{setting} has the scheme {scheme_of(url)!r}, but locks need one of {', '.join(SCHEMES)}"
         )
     return url

@@ -474,7 +474,7 @@ def _known(name: Any, signature: inspect.Signature, task: str, whole: str = "") 
     meant = _meant(name, signature) if isinstance(name, str) and (whole or name.isidentifier()) else None
     hint = "use a parameter's name, a template in braces, or () for one lock for the whole task"
     raise OptionError(
-        f"key of {task} names {name!r}, which is no parameter of {task}{_bare(signature)}; "
+        f"key of {task} names {name!r}, which is not a parameter of {task}{_bare(signature)}; "
         + (hint if meant is None else f"did you mean {whole}{meant!r}?")
     )
 
@@ -530,15 +530,15 @@ def _template(template: str, signature: inspect.Signature, task: str) -> _Select
         steps = path.split(".")
         if spec or conversion or not all(s.isidentifier() or s.isdigit() for s in steps):
             raise OptionError(
-                f"key template {template!r} of {task} has the field {{{path}}}: expected a parameter's name, "
-                "optionally followed by .item or .attribute, and no format"
+                f"key template {template!r} of {task} has the field {{{path}}}: write a parameter's name, "
+                "perhaps with .item or .attribute, and no format"
             )
         if any(step.startswith("_") for step in steps):
-            raise OptionError(f"key template {template!r} of {task} reaches for a private name in {{{path}}}")
+            raise OptionError(f"key template {template!r} of {task} uses a private name in {{{path}}}")
         _known(steps[0], signature, task)
         paths.append(steps)
     if not paths:
-        raise OptionError(f"key template {template!r} of {task} has no field")
+        raise OptionError(f"key template {template!r} of {task} has no field in braces")
     literals = [literal for literal, *_field in parts]
     return lambda bound: [literals, [_follow(path, bound, task) for path in paths]]
 
@@ -580,5 +580,5 @@ def _called(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], 
     except Exception as error:
         raise UnkeyableCall(task, f"its key function raised {type(error).__name__}: {error}") from error
     if value is None:
-        raise UnkeyableCall(task, "its key function returned None; return what makes two calls the same")
+        raise UnkeyableCall(task, "its key function returned None; return a value that equal calls share")
     return value

@@ -255,9 +255,9 @@ def _check_pool(client: Any, worker: Any) -> None:
     is_prefork = any(base.__module__ == "celery.concurrency.prefork" for base in worker.pool_cls.__mro__)
     if is_prefork and not _is_multiprocess(client):
         raise OptionError(
-            "celery_setnx.metrics.serve: each process of a prefork worker counts for itself, where nobody "
-            "sees it. Set PROMETHEUS_MULTIPROC_DIR to an empty directory of this worker's own, in the "
-            "environment in which it is started; or use another pool (-P threads)"
+            "celery_setnx.metrics.serve: the processes of a prefork worker count separately. Start the "
+            "worker with PROMETHEUS_MULTIPROC_DIR set to an empty directory of its own, or use another pool "
+            "(-P threads)"
         )
 
 

@@ -161,8 +161,8 @@ PUBLISH_ONLY = frozenset({"on_duplicate"})
 OF_THE_TASK = frozenset({"limit", "rate", "dedupe_for"})
 """What all calls of a task have in common: the calls of a key must agree on it."""
 _LEASE = (
-    "lease, which is renewed while the call runs (30 s will do; at_most_for ends a run's lock all the same); "
-    "how long a queued call counts is queue_lease, and how long a call waits max_wait"
+    "lease (30 s is enough, because a running task renews it). To end a lock during a run use at_most_for; "
+    "to limit how long a queued call counts, queue_lease; how long a call waits, max_wait"
 )
 OF_OTHERS: Mapping[str, str] = {
     **dict.fromkeys(("keys", "unique_on", "unique_key", "lock_key"), "key"),
@@ -225,7 +225,7 @@ def plain(where: str, layer: Mapping[str, Any]) -> dict[str, Any]:
             raise OptionError(f"option {name!r} of {where} {cause}")
         if name in OF_THE_TASK:
             raise OptionError(
-                f"option {name!r} of {where} is one for all calls of the task; give it to the task"
+                f"option {name!r} of {where} is the same for all calls of the task; give it to the task"
             )
     return {name: value for name, value in values.items() if name not in PUBLISH_ONLY}
 
@@ -280,10 +280,10 @@ def refuse_unread_environment(conf: Any, namespace: str | None = None) -> None:
             continue
         for meant in difflib.get_close_matches(name, SETTINGS, n=1, cutoff=_CLOSE):
             if conf.get(meant) is None:
-                known = f", or name the variable CELERY_{meant.upper()}" if meant == "setnx_url" else ""
+                known = f", or rename the variable to CELERY_{meant.upper()}" if meant == "setnx_url" else ""
                 raise OptionError(
-                    f"{variable} is in the environment, and nobody reads it: set {spelled(meant, namespace)} "
-                    f"in the app's configuration from it{known}"
+                    f"the environment variable {variable} is not read: set {spelled(meant, namespace)} in "
+                    f"the app's configuration{known}"
                 )
 
 
@@ -366,7 +366,7 @@ def _key_prefix(conf: Any) -> str:
 
 def _broker(name: Any) -> str | None:
     if name is not None and not isinstance(name, str):
-        raise OptionError(f"setnx_broker must be a text, the same for all workers of a broker, not {name!r}")
+        raise OptionError(f"setnx_broker must be text, the same for all workers of a broker, not {name!r}")
     return name or None
 
 
@@ -389,8 +389,8 @@ def check_name(what: str, name: Any) -> None:
     """Refuse a prefix or scope that would break the key's cluster slot."""
     if not isinstance(name, str) or not name or "{" in name or "}" in name or not is_sendable(name):
         raise OptionError(
-            f"{what} must be a text without braces (they mark the cluster slot), not {name!r}; "
-            "a task whose name has braces needs a scope of its own"
+            f"{what} must be text without braces (they mark the cluster slot), not {name!r}; "
+            "if the name of a task has braces, give it a scope"
         )
 
 
@@ -398,7 +398,7 @@ def _value(where: str, name: str, value: Any) -> Any:
     if name not in NAMES:
         close = difflib.get_close_matches(str(name), NAMES, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"the options are {', '.join(NAMES)}."
-        hint = f"here that is {OF_OTHERS[name]}" if name in OF_OTHERS else hint
+        hint = f"use {OF_OTHERS[name]}" if name in OF_OTHERS else hint
         raise OptionError(f"{where} has an unknown option {name!r}; {hint}")
     if name in _DURATIONS and not (value is None and _DURATIONS[name].endswith("or None")):
         return duration_s(where, name, value, _DURATIONS[name])
@@ -433,10 +433,12 @@ def _rate(where: str, value: Any) -> Rate:
         )
     starts, period = pair
     if not isinstance(starts, int) or isinstance(starts, bool) or not 1 <= starts <= MOST_STARTS:
-        raise OptionError(f"rate of {where} must be of 1 to {MOST_STARTS} starts, not {value!r}")
+        raise OptionError(f"rate of {where} must allow 1 to {MOST_STARTS} starts, not {value!r}")
     period_s = duration_s(where, "rate", period, "positive")
     if not 0.001 <= period_s <= LONGEST_PERIOD_S:
-        raise OptionError(f"the period of rate of {where} must be from 1 ms to 366 days, not {period_s:g} s")
+        raise OptionError(
+            f"the period of the rate of {where} must be from 1 ms to 366 days, not {period_s:g} s"
+        )
     return Rate(starts, period_s)
 
 
@@ -453,14 +455,14 @@ def duration_s(where: str, name: str, value: Any, rule: str) -> float:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
         raise OptionError(f"{name} of {where} must be seconds or a timedelta, not {value!r}")
-    if not (seconds > 0 if rule.startswith("positive") else seconds >= 0) or seconds == float("inf"):
-        raise OptionError(f"{name} of {where} must be {rule} and finite, in seconds, not {value!r}")
+    if not (seconds > 0 if rule.startswith("positive") else seconds >= 0):
+        least = "more than 0 seconds" if rule.startswith("positive") else "0 seconds or more"
+        none = ", or None" if rule.endswith("or None") else ""
+        raise OptionError(f"{name} of {where} must be {least}{none}, not {value!r}")
     if 0 < seconds < SHORTEST_S:
-        raise OptionError(f"{name} of {where} must be a millisecond at least, not {value!r}")
+        raise OptionError(f"{name} of {where} must be at least a millisecond, not {value!r}")
     if seconds > LONGEST_S:
-        raise OptionError(
-            f"{name} of {where} must be {rule} and ten years at most, not {min(seconds, 1e300):g} s"
-        )
+        raise OptionError(f"{name} of {where} must be at most ten years, not {min(seconds, 1e300):g} s")
     return float(seconds)
 
 
@@ -472,28 +474,29 @@ def _check_together(where: str, options: Options) -> None:
     if options.limit > 1 and (options.on_conflict == "join" or options.dedupe == "until_done"):
         other = "on_conflict='join'" if options.on_conflict == "join" else "dedupe='until_done'"
         raise OptionError(
-            f"{where} has limit={options.limit} and {other}: with several calls that run at a time there is "
-            "not the one whose result the others get; leave the limit at 1, or use on_conflict='wait' and "
+            f"{where} has limit={options.limit} and {other}: several calls run at a time, so there is no "
+            "single result to share; leave the limit at 1, or use on_conflict='wait' and "
             "dedupe='until_started'"
         )
     if options.rate and options.on_conflict == "join":
         raise OptionError(
-            f"{where} has a rate and on_conflict='join': when the pace allows no start, there may be no "
-            "running call whose result it could get; use on_conflict='wait', or drop the rate"
+            f"{where} has a rate and on_conflict='join': while the rate allows no start, there may be no "
+            "running call to share a result; use on_conflict='wait', or drop the rate"
         )
     if options.rate and options.limit > 1 and options.hold_on_retry:
         raise OptionError(
-            f"{where} has limit={options.limit}, a rate and hold_on_retry: permits that are held for retries "
-            "would keep out calls that may start, while theirs may not; drop one of the three"
+            f"{where} has limit={options.limit}, a rate and hold_on_retry: permits held for retries would "
+            "block calls that the rate allows to start; drop one of the three"
         )
     if options.dedupe_for is not None and options.dedupe != "until_done":
         raise OptionError(
-            f"{where} has dedupe_for={options.dedupe_for:g} and dedupe={options.dedupe!r}: a call that has "
-            "succeeded makes duplicates only where one that runs does; add dedupe='until_done'"
+            f"{where} has dedupe_for={options.dedupe_for:g} and dedupe={options.dedupe!r}: dedupe_for needs "
+            "dedupe='until_done'"
         )
     if options.dedupe == "until_started" and options.on_conflict in ("skip", "join"):
+        lost = "be skipped" if options.on_conflict == "skip" else "get the result of that run"
         raise OptionError(
-            f"{where} has dedupe='until_started' and on_conflict={options.on_conflict!r}: a call that was "
-            "published because something changed during the run would be dropped, or end with the result of "
-            "that run; use on_conflict='wait', or dedupe='until_done'"
+            f"{where} has dedupe='until_started' and on_conflict={options.on_conflict!r}: a call published "
+            f"during a run would {lost}, and miss what changed; use on_conflict='wait', or "
+            "dedupe='until_done'"
         )

@@ -313,7 +313,7 @@ class SingletonTask(Task):  # type: ignore[misc]
             OptionError: An option is unknown, malformed, or nothing that a fan-out takes.
         """
         if self._settled() is None:
-            raise OptionError(f"fan_out of {self.name}: it is a task of Celery's own, and is not guarded")
+            raise OptionError(f"fan_out of {self.name} is refused: it is Celery's own task, and not guarded")
         fanning = FanningOut(self, super().apply_async, singleton, options)
         return fanning.run(calls, batch_size, each, progress)
 
@@ -351,7 +351,7 @@ class SingletonTask(Task):  # type: ignore[misc]
     def _lock(self, args: Any, kwargs: Any) -> SetnxLock:
         guard = self._settled()
         if guard is None:
-            raise OptionError(f"{self.name} is a task of Celery's own, and has no lock")
+            raise OptionError(f"{self.name} is Celery's own task, and has no lock")
         arguments = Arguments.given_to(self, args, kwargs)
         return guard.lock(Call(self.name, "", key=guard.asked(arguments)[0]), arguments)
 
@@ -409,7 +409,9 @@ def guard_for(task: Task) -> Guard:
     if guard is not None:
         return guard
     if isinstance(task, SingletonTask) or decorated(task.run) is None:
-        raise OptionError(f"{task.name} has no lock: it is no SingletonTask of yours, and has no @singleton")
+        raise OptionError(
+            f"{task.name} has no lock: add base=SingletonTask, or @singleton(...) below @app.task"
+        )
     return _guard_of(task)
 
 
@@ -523,7 +525,7 @@ def _as_retry_is_sent(following: Callable[..., Any], task: Any, args: tuple[Any,
         if running is None or request.is_eager:
             raise
         text = "on_retry of %s (key %s) has raised. Its retry is on its way all the same and keeps both lock "
-        text += "and mark, and the result stays RETRY. Mend the hook."
+        text += "and mark, and the result stays RETRY. Fix the hook."
         logger.exception(text, running, running.call.key, extra=fields(of=running.call))
         return None
 
@@ -576,14 +578,14 @@ def _settled_or_refused(name: str, settle: Callable[[], Guard | None]) -> tuple[
     except SoftTimeLimitExceeded:
         raise  # it may strike here, in a body that publishes
     except Exception as error:  # noqa: BLE001 - of a Request that cannot be imported, and the like
-        return None, f"{name} cannot be guarded ({type(error).__name__}: {error}); mend that"
+        return None, f"{name} cannot be guarded ({type(error).__name__}: {error}); fix that"
 
 
 def _guard_of_class(task: type[SingletonTask], app: Celery, names: list[str]) -> Guard:
     """The guard of a task class, unless it is refused."""
     name = names[0]
     if len(names) > 1:
-        raise OptionError(f"one class is the tasks {', '.join(names)}; derive a class for each")
+        raise OptionError(f"the tasks {', '.join(names)} are one class; give each a class of its own")
     layers = [vars(base)["singleton"] for base in reversed(task.__mro__) if "singleton" in vars(base)]
     by_decorator = decorated(task.run)
     if by_decorator is not None:
@@ -654,8 +656,8 @@ def _refuse_autoretried_raise(task: Task, options: Options) -> None:
     spared = tuple(getattr(task, "dont_autoretry_for", ()))
     if raises and issubclass(LockTimeout, retried) and not issubclass(AlreadyRunning, spared):
         raise OptionError(
-            f"{task.name} has @singleton with on_conflict='raise' or max_wait, and an autoretry_for that "
-            "would retry the error; add base=SingletonTask, or put celery_setnx.AlreadyRunning into "
+            f"{task.name} has @singleton with on_conflict='raise' or max_wait, and its autoretry_for would "
+            "retry that error; add base=SingletonTask, or add celery_setnx.AlreadyRunning to "
             "dont_autoretry_for"
         )
 
@@ -810,8 +812,8 @@ def _refuse_hidden(app: Celery, function: Callable[..., Any]) -> None:
     """Refuse a function with @singleton that a worker runs, and that is the body of no task one can see."""
     if not any(_is_body_of(task, function) for task in list(app._tasks.values())):
         raise OptionError(
-            f"@singleton on {function.__qualname__} guards nothing: no task is known whose function this is; "
-            "if a decorator stands between it and @app.task, have that use functools.wraps"
+            f"@singleton on {function.__qualname__} guards nothing: no task is known to run this function; "
+            "if there is a decorator between it and @app.task, that needs functools.wraps"
         )
 
 

@@ -39,7 +39,7 @@ def held(key: str, holder: object, limit: int, *, paced: bool = False) -> str:
     return (
         f"{key} is held by {holder}"
         if limit == 1
-        else f"{key} is held {limit} times, for longest by {holder}"
+        else f"all {limit} permits of {key} are held, the oldest by {holder}"
     )
 
 

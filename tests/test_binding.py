@@ -151,8 +151,12 @@ JOIN = {"on_conflict": "join"}
 IGNORED = r"on_conflict='join' and ignore_result.*use on_conflict='wait'"
 REFUSED = [
     ({"leese": 1}, {}, "tasks.t has an unknown option 'leese'; did you mean 'lease'"),
-    ({"lease": 0}, {}, "lease of tasks.t must be positive"),
-    ({"key": "nobody"}, {}, r"key of tasks.t names 'nobody', which is no parameter of tasks.t\(a=1, b=2\)"),
+    ({"lease": 0}, {}, "lease of tasks.t must be more than 0 seconds"),
+    (
+        {"key": "nobody"},
+        {},
+        r"key of tasks.t names 'nobody', which is not a parameter of tasks.t\(a=1, b=2\)",
+    ),
     ({"key": ["a", "nobody"]}, {}, "names 'nobody'"),
     ({"key": "bb"}, {}, r"names 'bb', .* tasks.t\(a=1, b=2\); did you mean key='b'\?$"),
     ({"key": ["a", "bb"]}, {}, r"names 'bb', .*; did you mean 'b'\?$"),
@@ -164,7 +168,7 @@ REFUSED = [
     ({"key": "a.__class__"}, {}, "use a parameter's name, a template in braces"),
     ({"key": "a[0]"}, {}, "use a parameter's name, a template in braces"),
     ({"key": ""}, {}, "use a parameter's name, a template in braces"),
-    ({"key": [7]}, {}, "names 7, which is no parameter"),
+    ({"key": [7]}, {}, "names 7, which is not a parameter"),
     ({"key": "x:{a"}, {}, "key template 'x:{a' of tasks.t is broken"),
     ({"key": "x:{nobody}"}, {}, "names 'nobody'"),
     ({"on_conflict": "waits"}, {}, "on_conflict of tasks.t must be one of .*; did you mean 'wait'"),
@@ -173,21 +177,21 @@ REFUSED = [
     (JOIN, {"conf": {"task_ignore_result": True}}, IGNORED),
     # A skipped call would fail where its result is stored.
     ({"skip_result": object()}, {}, "skip_result of tasks.t cannot be stored as a result .EncodeError: "),
-    ({"skip_result": print}, {}, "skip_result of tasks.t cannot be stored .* would fail; use a text, a"),
+    ({"skip_result": print}, {}, "skip_result of tasks.t cannot be stored .* would fail; use text, a"),
     ({"skip_result": print}, {"conf": {"result_serializer": "yaml"}}, "with result_serializer='yaml'"),
-    ({}, {"name": "odd{name}"}, "needs a scope of its own"),  # braces mark the cluster slot
+    ({}, {"name": "odd{name}"}, "give it a scope"),  # braces mark the cluster slot
     # Its worker would look after nothing that a call leaves behind.
-    ({}, {"Request": OwnRequest}, "has a Request of its own .*OwnRequest.*; derive it from SingletonRequest"),
-    ({}, {"Request": "celery.worker.request:Request"}, "a Request of its own .celery.worker.request:Request"),
+    ({}, {"Request": OwnRequest}, "has its own Request .*OwnRequest.*; derive it from SingletonRequest"),
+    ({}, {"Request": "celery.worker.request:Request"}, "its own Request .celery.worker.request:Request"),
     # Nobody would lock.
-    ({}, {"base": of(Batching)}, "has a Strategy of its own .*Batching.Strategy.* without their lock"),
-    ({}, {"Strategy": "celery.worker.strategy:hybrid_to_proto2"}, "a Strategy of its own"),
+    ({}, {"base": of(Batching)}, "has its own Strategy .*Batching.Strategy.* without their lock"),
+    ({}, {"Strategy": "celery.worker.strategy:hybrid_to_proto2"}, "its own Strategy"),
     *(({}, {"function": function}, "tasks.t is an? (async def|generator)") for function in UNRUN.values()),
     ({}, {"function": awaitable, "pydantic": True}, "is an async def"),
     # Nobody would read them, and nothing would be locked.
     ({"key": "a"}, {"base": Task}, "has singleton={'key': 'a'}, but is no SingletonTask: .* add base=Single"),
     ({}, {"on_conflict": "wait", "key": "a"}, r"write singleton={'key': 'a', 'on_conflict': 'wait'}"),
-    ({"key": "a"}, {"dedupe": "until_done"}, "has dedupe outside of singleton={...}, where nobody reads"),
+    ({"key": "a"}, {"dedupe": "until_done"}, "has dedupe outside of singleton={...}, where it has no effect"),
     ({}, {"base": of(on_conflict=print)}, "has on_conflict outside of"),
     ({}, {"conf": {"setnx_ulr": NOWHERE}}, "there is no setting 'setnx_ulr'; did you mean 'setnx_url'"),
 ]
@@ -396,7 +400,7 @@ MAY_RAISE = [{"on_conflict": "raise"}, {"on_conflict": "retry", "max_wait": 5}]
         ({"on_conflict": "wait"}, {}, "on_conflict='wait' of .* add base=SingletonTask"),
         ({"on_conflict": "join"}, {}, "on_conflict='join' of .* add base=SingletonTask"),
         # Its body is called with other arguments, and outside of any call.
-        *[({}, {"base": base}, "trategy of its own") for base in (Batching, Starting)],
+        *[({}, {"base": base}, "has its own (start_s|S)trategy") for base in (Batching, Starting)],
         ({"rate": "10/m"}, {}, "a rate with on_conflict='auto' of .* add base=SingletonTask"),  # which waits
         # autoretry_for would retry our error
         *[(options, task, "add base=SingletonTask") for options in MAY_RAISE for task in MATCHING],

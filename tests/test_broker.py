@@ -96,7 +96,7 @@ def test_broker_is_the_one_that_workers_read_from(monkeypatch):
 def test_broker_has_the_name_that_the_app_gives():
     """One that two hosts know by different names."""
     assert broker_of(app_with("redis://h", setnx_broker="jobs")) == "jobs"
-    with pytest.raises(OptionError, match="setnx_broker must be a text"):
+    with pytest.raises(OptionError, match="setnx_broker must be text"):
         broker_of(app_with("redis://h", setnx_broker=5))
 
 

@@ -170,8 +170,8 @@ def test_sound_task_has_no_findings_but_a_fine_one(app, options, conf):
         ("useless", {"queue_lease": 60}, {}, "queue_lease ("),
         ("useless", {"rate": "10/m", "skip_result": 5}, {}, "skip_result ("),
         # Permits that rest for longer than the pace would have calls wait.
-        ("rate", {"rate": "7/m", "at_least_for": 10}, {}, "no more than 6 calls start in 60 s"),
-        ("rate", {"rate": "13/m", "limit": 2, "at_least_for": 10}, {}, "no more than 12 calls start in 60 s"),
+        ("rate", {"rate": "7/m", "at_least_for": 10}, {}, "at most 6 calls start in 60 s"),
+        ("rate", {"rate": "13/m", "limit": 2, "at_least_for": 10}, {}, "at most 12 calls start in 60 s"),
         ("useless", {"hold_on_retry": True, "task": {"max_retries": 0}}, {}, "hold_on_retry ("),
         # Nothing is locked.
         ("eager", {}, {"task_always_eager": True}, ""),
@@ -221,11 +221,11 @@ def test_window_of_a_task_whose_results_are_not_stored_is_a_note(app, task, conf
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_wait": 59}, "a call that waits for it for more than 59 s fails with LockTimeout"),
-        ({"max_wait": 59, "on_conflict": "retry"}, "as late as 60 s after the last"),
+        ({"max_wait": 59}, "a call that waits for more than 59 s fails with LockTimeout"),
+        ({"max_wait": 59, "on_conflict": "retry"}, "may be 60 s after the last one"),
         (
             {"task": {"rate_limit": "10/m"}},
-            "Celery's rate_limit of 10/m. The rate is that of a key, over all",
+            "Celery's rate_limit of 10/m. The rate is per key, across all",
         ),
     ],
 )
@@ -240,9 +240,9 @@ def test_what_a_rate_comes_to_beside_other_options_is_a_note(app, options, said)
 @pytest.mark.parametrize(
     ("conf", "said"),
     [
-        ({"task_routes": {"work": {"queue": "all"}}}, "no copy can wait"),
+        ({"task_routes": {"work": {"queue": "all"}}}, "a copy cannot wait"),
         ({"task_routes": {"work": {"queue": "all"}}, "broker_url": "memory://"}, "its own worker"),
-        ({"task_routes": {"work": {"exchange": "all", "routing_key": "any"}}}, "no copy can wait"),
+        ({"task_routes": {"work": {"exchange": "all", "routing_key": "any"}}}, "a copy cannot wait"),
         ({"task_routes": {"work": {"queue": "celery"}}}, None),
         ({"task_routes": [lambda name, args, *_, **__: args[0]]}, None),
         ({}, None),
@@ -275,8 +275,8 @@ def test_task_whose_self_is_an_argument_is_told(app):
     ("conf", "said"),
     [
         ({"broker_url": "amqp://host", "result_backend": None}, "no Redis for locks: setnx_url is not set"),
-        ({"setnx_url": "localhost:6379/1"}, "setnx_url has no scheme: it is 'localhost:6379/1'"),
-        ({"setnx_url": "sentinel://host"}, "names Sentinels, but not their master"),
+        ({"setnx_url": "localhost:6379/1"}, "setnx_url has no scheme: 'localhost:6379/1'"),
+        ({"setnx_url": "sentinel://host"}, "names Sentinels, but no master"),
         ({"setnx_url": "redis://host:port/0"}, "port"),
     ],
 )
@@ -333,23 +333,23 @@ FROM_ONCE = {"keys": [], "timeout": 5, "odd": 1}
     ("task", "said", "do"),
     [
         ({**OURS, "key": "user_id"}, "has key='user_id', which", "write singleton={'key': ...}"),
-        ({**OURS, "max_wait": 5}, "has max_wait=5, which nobody", "write singleton={'max_wait'"),
-        ({**OURS, "once": {"keys": []}}, "has once={'keys': []}", "docs/moving.md#celery-once"),
+        ({**OURS, "max_wait": 5}, "has max_wait=5, which has no effect", "write singleton={'max_wait'"),
+        ({**OURS, "once": {"keys": []}}, "has once={'keys': []}", "moving.md#celery-once"),
         (
             {**OURS, "once": FROM_ONCE},
             "has once={",
-            "Remove it. Here keys is key, timeout is lease, which is",
+            "Remove it. Instead of keys use key. Instead of timeout use lease",
         ),
         ({**OURS, "once": 5}, "has once=5", "Remove it. See docs/moving.md#celery-once."),
         (
             {**OURS, "unique_on": "a"},
             "has unique_on='a'",
-            "Here unique_on is key. See docs/moving.md#celery-single",
+            "Instead of unique_on use key. See docs/moving.md#celery-single",
         ),
-        ({**OURS, "lock_expiry": 5}, "has lock_expiry=5", "Here lock_expiry is lease, which"),
-        ({**OURS, "raise_on_duplicate": True}, "has raise_on_duplicate", "docs/moving.md#celery-singleton"),
+        ({**OURS, "lock_expiry": 5}, "has lock_expiry=5", "Instead of lock_expiry use lease"),
+        ({**OURS, "raise_on_duplicate": True}, "has raise_on_duplicate", "moving.md#celery-singleton"),
         ({**OURS, "singelton": {"key": "user_id"}}, "has singelton={", "Write singleton={...}"),
-        ({"once": {"graceful": True}}, "has once={'graceful': True}", "docs/moving.md#celery-once"),
+        ({"once": {"graceful": True}}, "has once={'graceful': True}", "moving.md#celery-once"),
         ({"singleton": True}, "has singleton=True", "add base=SingletonTask"),
         ({"singleton": {"key": "user_id", "ttl": 5}}, "has singleton={", "add base=SingletonTask"),
         ({"base": Forgotten}, "has singleton={'scope': 'users'}", "add base=SingletonTask"),
@@ -374,7 +374,7 @@ def test_worker_says_what_nobody_reads_when_it_starts(app, caplog):
         name = next(iter(options))
         app.task(name=name, base=SingletonTask, shared=False, **options)(one_name)
     start_worker_check(app)
-    said = [record.getMessage() for record in caplog.records if "read" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
     assert said == [f"{found.what} {found.do}" for found in problems(app) if found.subject == "unread"]
     assert len(said) == 5
 
@@ -384,7 +384,7 @@ def test_task_that_is_refused_is_told_once(app):
     app.task(name="odd", base=SingletonTask, key="user_id", on_conflict="wait", shared=False)(one_name)
     add(app, "typo", leese=5)
     first, second = (found.what for found in problems(app) if found.subject == "options")
-    assert first.startswith("odd has key, on_conflict outside of singleton={...}, where nobody reads that;")
+    assert first.startswith("odd has key, on_conflict outside of singleton={...}, where it has no effect;")
     assert second.endswith("did you mean 'lease'?")
     assert {found.subject for found in problems(app)} == {"options"}
 
@@ -443,20 +443,20 @@ def test_names_of_settings_are_those_of_the_namespace(app, monkeypatch):
     monkeypatch.setenv("SETNX_PREFX", "a")
     app.conf.setnx_retention = 5  # it is read anew
     found = only(app, "options")
-    assert "nobody reads it: set CELERY_SETNX_PREFIX in the app's configuration" in found.what
+    assert "is not read: set CELERY_SETNX_PREFIX in the app's configuration" in found.what
 
 
-OF_ALL = "If it is meant as an option of all tasks, write setnx_defaults={'lease': ...}."
+OF_ALL = "If this is meant as an option of all tasks, write setnx_defaults={'lease': ...}."
 
 
 @pytest.mark.parametrize(
-    ("name", "do"), [("setnx_host", "name it otherwise"), ("setnx_quux", ""), ("setnx_lease", OF_ALL)]
+    ("name", "do"), [("setnx_host", "rename it"), ("setnx_quux", ""), ("setnx_lease", OF_ALL)]
 )
 def test_setting_that_may_be_meant_otherwise_is_a_warning(app, name, do):
     """Such as a part of an URL, in a module of settings: its app starts. An option is said to be one."""
     app.conf[name] = "there"
     found = only(app, "unread")
-    assert (found.level, found.what) == ("warning", f"The setting {name} is not read.")
+    assert (found.level, found.what) == ("warning", f"The setting {name} has no effect.")
     assert do in found.do
 
 
@@ -530,7 +530,7 @@ def test_task_that_nothing_tells_that_it_has_ended_is_a_warning(app, caplog, bas
 
     assert subjects(app) == [("warning", "redelivery")] * (not is_told)
     start_worker_check(app)
-    said = "work has acks_late and no stored result, and is no SingletonTask"
+    said = "work has acks_late, but no stored result and no base=SingletonTask"
     assert (said in caplog.text) == (not is_told)
 
 
@@ -548,7 +548,7 @@ def test_every_refused_task_is_named(app):
     assert [(one.level, one.subject) for one in refused] == [("error", "options")] * 3
     assert (long.level, long.subject) == ("warning", "lease")
     said = " ".join(one.what for one in refused)
-    assert "lease of first must be positive and finite, in seconds, not -1." in said
+    assert "lease of first must be more than 0 seconds, not -1." in said
     assert "did you mean 'skip'" in said
     assert "'nobody'" in said
 
@@ -556,9 +556,9 @@ def test_every_refused_task_is_named(app):
 @pytest.mark.parametrize(
     ("conf", "tasks", "said"),
     [
-        ({"setnx_prefix": "a{b}"}, {"one": {}, "two": {}}, "setnx_prefix must be a text without braces"),
-        ({"setnx_retention": -1}, {}, "setnx_retention of the app must be positive"),
-        ({}, {"bad": {"lease": -1}}, "lease of bad must be positive"),
+        ({"setnx_prefix": "a{b}"}, {"one": {}, "two": {}}, "setnx_prefix must be text without braces"),
+        ({"setnx_retention": -1}, {}, "setnx_retention of the app must be more than 0 seconds"),
+        ({}, {"bad": {"lease": -1}}, "lease of bad must be more than 0 seconds"),
     ],
     ids=["setting-of-every-task", "setting-of-who-only-publishes", "option-of-a-task"],
 )
@@ -609,7 +609,7 @@ def test_shared_scope_with_keys_that_never_meet_is_a_warning(app, first, second,
         assert len(keys) == 1 + count
 
 
-WHY = {"limit": "up to 5 run at a time", "rate": "each call goes by its own rate"}
+WHY = {"limit": "up to 5 run at a time", "rate": "each call uses its own rate"}
 
 
 @pytest.mark.parametrize(
@@ -648,4 +648,4 @@ def test_late_acknowledgement_is_explained_by_the_doctor_only(app):
     assert not problems(app)
     (found,) = [found for found in examine(app) if found.subject == "visibility"]
     assert found.level == "note"
-    assert "what runs for more than 3600 s with acks_late: work." in found.what
+    assert "with acks_late that run for more than 3600 s: work." in found.what

@@ -184,10 +184,10 @@ def meanwhile(monkeypatch) -> Callable[[Callable[[], Any]], None]:
 
 
 def documented_fields(command: str) -> set[str]:
-    """The names in the table of docs/cli.md that says what the JSON of a command has."""
-    match = re.search(rf"`{command}`(?: has)?:\n\n(.*?)\n\n", PAGE, re.DOTALL)
+    """The names in the paragraph of docs/cli.md that says what the JSON of a command has."""
+    match = re.search(rf"^`{command}` has(.*?)\n\n", PAGE, re.DOTALL | re.MULTILINE)
     assert match is not None, command
-    return set(re.findall(r"^\| `(\w+)`", match[1], re.MULTILINE))
+    return set(re.findall(r"`(\w+)`", match[1]))
 
 
 # list
@@ -386,10 +386,11 @@ def test_show_and_release_name_a_done_call(cli):
     """Which, and for how long; where none is there is no such line."""
     key = cli.succeed()
     shown = ask("show", key, ends=0).stdout
-    assert re.search(r"^done      as t-3, counts for (2 h 0 min|1 h 5\d min) more$", shown, re.MULTILINE)
+    assert re.search(r"^done      as t-3; duplicates for (2 h 0 min|1 h 5\d min) more$", shown, re.MULTILINE)
     found = ask_json("show", key)
     assert (found["done"], found["done_counts_for_s"]) == ("t-3", pytest.approx(7200, abs=600))
-    assert "A call has succeeded and counts, as t-3: see release --done." in ask("release", key).stderr
+    said = "A call has succeeded, as t-3, and makes duplicates: see release --done."
+    assert said in ask("release", key).stderr
     assert "done" not in ask("show", TASK + "daily", "8").stdout
     assert ask_json("show", TASK + "daily", "8")["done"] is None
 
@@ -481,9 +482,9 @@ def test_show_json_has_the_documented_fields(cli):
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        (["list", "--stale", "--queued"], "each stands alone"),
-        (["list", "--older", "soon"], "soon is no duration: write 90s, 5m, 1h or 2d"),
-        (["list", "--older", "h"], "h is no duration"),
+        (["list", "--stale", "--queued"], "list one kind at a time"),
+        (["list", "--older", "soon"], "soon is not a duration: write 90s, 5m, 1h or 2d"),
+        (["list", "--older", "h"], "h is not a duration"),
         (["show", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
         (["show", "tests.cliapp.snyc"], "did you mean tests.cliapp.sync?"),
         (["why", "sync", "7"], "did you mean tests.cliapp.sync?"),
@@ -492,32 +493,32 @@ def test_show_json_has_the_documented_fields(cli):
         (["show", "a}b"], "cannot be named"),
         (["show", "tests.cliapp.plain", "7"], "has no lock"),
         (["show", "tests.cliapp.sync"], "missing a required argument: 'customer'"),
-        (["show", "tests.cliapp.sync", "--args", "7"], "no JSON array"),
-        (["show", "tests.cliapp.sync", "--kwargs", "{"], "is no JSON"),
+        (["show", "tests.cliapp.sync", "--args", "7"], "not an array in JSON"),
+        (["show", "tests.cliapp.sync", "--kwargs", "{"], "is not JSON"),
         (["why", "tests.cliapp.nothing"], "The app has no task tests.cliapp.nothing"),
-        (["why", "tests.cliapp.plain", "7"], "neither a SingletonTask nor a @singleton"),
-        (["release"], "give a KEY, or a TASK and its ARGS, or --queued and --task NAME"),
+        (["why", "tests.cliapp.plain", "7"], "has no lock: it has neither base=SingletonTask nor @singleton"),
+        (["release"], "give a KEY, or a TASK and its ARGS. --queued needs --task NAME"),
         (["release", "t:{a}", "--queued", "--task", "a"], "give a KEY"),
-        (["release", "--queued"], "give a KEY, or a TASK and its ARGS, or --queued and --task NAME"),
-        (["release", "--done"], "with --done either"),
+        (["release", "--queued"], "give a KEY, or a TASK and its ARGS. --queued needs --task NAME"),
+        (["release", "--done"], "--done takes either"),
         (["release", "--done", "t:{a}", "--task", "a"], "give a KEY"),
         (["release", "--task", "a"], "give a KEY"),
-        (["release", "--starts"], "with --starts the former"),
+        (["release", "--starts"], "--starts takes a KEY, or a TASK"),
         (["release", "--starts", "--task", "a"], "give a KEY"),
-        (["release", "--starts", "--force", "t:{a}"], "--force is for a lock that may be held"),
-        (["release", "--done", "--task", "a", "--args", "[7]"], "--task is about all calls of a"),
-        (["release", "t:{a}#2", "7"], "t:{a}#2 is a key: give no ARGS"),
-        (["show", "t:{a}", "7"], "t:{a} is a key: give no ARGS"),
-        (["doctor", "--acl", "--strict"], "--acl prints lines to copy, and examines nothing: give it alone"),
+        (["release", "--starts", "--force", "t:{a}"], "--force is only for locks"),
+        (["release", "--done", "--task", "a", "--args", "[7]"], "--task means all calls of a"),
+        (["release", "t:{a}#2", "7"], "t:{a}#2 is a key, so it takes no ARGS"),
+        (["show", "t:{a}", "7"], "t:{a} is a key, so it takes no ARGS"),
+        (["doctor", "--acl", "--strict"], "--acl only prints lines to copy: use it without other options"),
         (["release", "--done", "tests.cliapp.dayly", "7"], "did you mean tests.cliapp.daily?"),
         # What is neither a task nor a lock is no lock that is free.
         (["release", "tests.cliapp.snyc", "7"], "did you mean tests.cliapp.sync?"),
-        (["release", "tests.cliapp.snyc"], "mean tests.cliapp.sync? Nor is there a lock of that name."),
+        (["release", "tests.cliapp.snyc"], "mean tests.cliapp.sync? No lock has that name either."),
         (["release", "tests.cliapp.plain", "7"], "has no lock"),
         (["release", "tests.cliapp.sync"], "missing a required argument: 'customer'"),
-        (["show", "t:{tests.cliapp.sync"], "t:{tests.cliapp.sync is no whole key, and there is no lock of"),
-        (["show", "t:{tests.cliapp.sync:31ba40…"], "is no whole key"),
-        (["release", "t:{tests.cliapp.sync"], "is no whole key"),
+        (["show", "t:{tests.cliapp.sync"], "t:{tests.cliapp.sync is not a whole key, and no lock has"),
+        (["show", "t:{tests.cliapp.sync:31ba40…"], "is not a whole key"),
+        (["release", "t:{tests.cliapp.sync"], "is not a whole key"),
         (["why", "tests.cliapp.named", "reason=late"], "the key needs argument 'customer', which this call"),
         (["why", "tests.cliapp.named", "7", "custmer=7"], "unexpected keyword argument 'custmer'"),
         (["watch", "--interval", "0"], "--interval"),
@@ -588,20 +589,20 @@ SCENES = {
     "done, and runs": lambda cli, name: (cli.succeed(name), cli.hold(name)),
 }
 DONE = (
-    r"the same call has succeeded, as t-3, and counts for (2 h 0 min|1 h 5\d min) more; "
+    r"the same call has succeeded, as t-3; for (2 h 0 min|1 h 5\d min) more "
     r"a new one would not be published\."
 )
-QUEUED = "the same call is queued, as t-2; a new one would not be published."
+QUEUED = "the same call is already queued, as t-2; a new one would not be published."
 
 
 BECOMES = {
-    "sync": "it would be skipped: it succeeds with its skip_result, and does nothing; as a step of a",
-    "retrying": "it would come back after 1 s, and then after up to 60 s each time; after 60 s it fails",
-    "waiting": "it would wait in line, at place 1, and be woken when its turn has come (on_conflict='wa",
-    "joining": "it would wait in line, and end with the holder's result",
-    "raising": "it would fail with AlreadyRunning (on_conflict='raise')",
-    "deciding": "its on_conflict, decide, decides",
-    "pending": "it would wait in line, at place 1",
+    "sync": "A call now would be skipped: it succeeds with its skip_result, and does nothing; as a step of a",
+    "retrying": "A call now would come back after 1 s, and then after up to 60 s each time; after 60 s it",
+    "waiting": "A call now would wait in line, at place 1 (on_conflict='wa",
+    "joining": "would wait in line, and get the holder's result",
+    "raising": "would fail with AlreadyRunning (on_conflict='raise')",
+    "deciding": "would do what its on_conflict decides: decide.",
+    "pending": "would wait in line, at place 1",
 }
 
 
@@ -626,22 +627,22 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
     [
         ("free", "sync", "Yes", r".*\n  The key of .*sync\(customer=7, .*\) is t:{.*:\w+}\n$"),
         ("free", "decorated", "Yes", r".*\n  The key of tests\.cliapp\.decorated\(customer=7\) is t:{"),
-        ("past its lease", "sync", "Yes", r"the holder's lease ended [\d.]+ s ago; the call takes its lock"),
+        ("past its lease", "sync", "Yes", r"the holder's lease ended [\d.]+ s ago; the call takes over its"),
         ("past its lease", "sync", "Yes", r".*\n  Held by tests.cliapp.sync\[t-1\]"),
-        ("held by the dead", "sync", "Yes", "its holder is dead; a worker on this host takes the lock over"),
-        ("held elsewhere", "sync", "No", r"[^$]*pid 77 on other, which cannot be looked at from here; if it "
-                                         r"is dead, its lease ends the lock\."),
+        ("held by the dead", "sync", "Yes", "its holder is dead; a worker on this host takes over the lock"),
+        ("held elsewhere", "sync", "No", r"[^$]*pid 77 on other, which cannot be checked from this host\. "
+                                         r"If it is dead, the lock is free when its lease ends\."),
         ("queued", "pending", "No", rf"{QUEUED}\n.*the result of t-2"),
         ("queued", "unique", "No", rf"{QUEUED}\n.*DuplicateTask"),
-        ("held", "unique", "No", r"the same call runs already, as t-1; a new one would not be published\.\n"),
+        ("held", "unique", "No", r"the same call is already running, as t-1; a new one would not be publish"),
         ("done", "daily", "No", rf"{DONE}\n  The caller would get the result of t-3 "),
         ("done, and resting", "daily", "No", rf"{DONE}\n.*\n  Held by tests.cliapp.daily\[t-3\]"),
         ("done, and queued", "daily", "No", QUEUED),
-        ("done, and runs", "daily", "No", r"the same call runs already, as t-1;"),
-        ("done", "unique", "Yes", r"nothing holds its lock\."),  # without dedupe_for nobody asks
+        ("done, and runs", "daily", "No", r"the same call is already running, as t-1;"),
+        ("done", "unique", "Yes", r"its lock is free\."),  # without dedupe_for nobody asks
         ("foreign", "sync", "No", r".*\n  Held by a foreign client \(value 'maintenance'"),
-        ("foreign", "sync", "No", r"[^$]*Its value is not a time, so it never ends by itself\."),
-        ("resting", "sync", "No", r"[^$]*It rests for .+ more \(at_least_for\); nobody runs\."),
+        ("foreign", "sync", "No", r"[^$]*It never ends by itself, because its value is not a time\."),
+        ("resting", "sync", "No", r"[^$]*Its task has ended; the lock is kept for .+ more \(at_least_for\)"),
     ],
 )  # fmt: skip
 def test_why_says_yes_or_no_and_why(cli, scene, task, answer, says):
@@ -690,9 +691,9 @@ def test_arguments_that_the_key_does_not_name_need_not_be_given(cli, command, ca
 @pytest.mark.parametrize(
     ("held", "asked", "says"),
     [
-        ("7", ["7"], """named(customer='7') is held by .*To ask about that: '"7"'"""),
-        ("7", ["customer=7"], """named(customer='7') is held by .*To ask about that: 'customer="7"'"""),
-        (7, ['"7"'], "named(customer=7) is held by .*To ask about that: 7"),
+        ("7", ["7"], """named(customer='7') is held by .*To ask about that one: '"7"'"""),
+        ("7", ["customer=7"], """named(customer='7') is held by .*To ask about that one: 'customer="7"'"""),
+        (7, ['"7"'], "named(customer=7) is held by .*To ask about that one: 7"),
     ],
 )
 def test_text_that_is_held_in_place_of_a_number_is_named(cli, held, asked, says):
@@ -741,7 +742,7 @@ def test_release_asks_and_leaves_a_log_line(cli, locks, caplog):
         ("held elsewhere", "Stop it first, or use --force."),  # its process cannot be looked at
         ("foreign", "Stop it first, or use --force."),
         # The process that has sent a retry may have ended: its lock is not abandoned.
-        ("held for a retry of the dead", "It is kept for the holder's own retry"),
+        ("held for a retry of the dead", "It is kept for the task's own retry"),
     ],
 )
 def test_release_of_what_may_be_held_needs_force(cli, locks, scene, says):
@@ -761,7 +762,7 @@ def test_release_does_nothing_when_the_lock_has_changed(cli, meanwhile):
     held = cli.stale()
     others: list[HeldLock] = []
     meanwhile(lambda: others.append(cli.hold()))
-    assert "has changed meanwhile" in ask("release", held.key, ends=1).stderr
+    assert "has changed since it was shown" in ask("release", held.key, ends=1).stderr
     others[0].renew()
 
 
@@ -797,7 +798,7 @@ def test_release_touches_no_key_that_is_no_lock(cli, locks):
     """A key of another program is not deleted, even with --force."""
     locks.set("session:7", "x", ex=60)
     result = ask("release", "session:7", "--yes", "--force", ends=2)
-    assert "session:7 is no lock of this app's tasks" in result.stderr
+    assert "session:7 is not a lock of this app's tasks" in result.stderr
     assert locks.exists("session:7")
 
 
@@ -822,7 +823,7 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     cli.queue("crowd_one")
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
     assert "1 mark of tests.cliapp.crowd_two was freed by hand" in caplog.text
-    assert "tests.cliapp.crowd_one share its scope: calls of theirs are among them." in result.stdout
+    assert "tests.cliapp.crowd_one share its scope, so their calls are included." in result.stdout
 
 
 def test_release_of_done_calls_forgets_those_of_the_task(cli, locks, caplog):
@@ -841,7 +842,7 @@ def test_release_of_done_calls_forgets_those_of_the_task(cli, locks, caplog):
     result = ask(*command, "--yes", ends=1)
     assert result.stderr == "Nothing to forget: no call of tests.cliapp.daily counts as done.\n"
     result = ask("release", "--done", "--task", TASK + "crowd_hourly", "--yes", ends=0)
-    assert "tests.cliapp.crowd_daily share its scope: calls of theirs are among them." in result.stdout
+    assert "tests.cliapp.crowd_daily share its scope, so their calls are included." in result.stdout
 
 
 @pytest.mark.parametrize("named", ["key", "call"])
@@ -850,7 +851,7 @@ def test_release_of_a_done_call_forgets_that_one(cli, locks, caplog, named):
     key, other = cli.succeed(), cli.succeed("daily", 8)
     command = ("release", "--done", *([key] if named == "key" else [TASK + "daily", "7"]))
     result = ask(*command, answer="y\n", ends=0)
-    assert result.stdout.startswith(f"The call of {key} has succeeded, as t-3, and counts for ")
+    assert result.stdout.startswith(f"{key}: a call has succeeded, as t-3; equal calls are duplicates for ")
     assert "Forget it? [y/N]: y\nForgot t-3.\n" in result.stdout
     assert (locks.exists(done_name(key)), locks.exists(done_name(other))) == (0, 1)
     assert f"{key}, done as t-3, was forgotten by hand, by " in caplog.text
@@ -861,7 +862,7 @@ def test_release_leaves_a_done_call_that_was_not_shown(cli, locks, meanwhile):
     """Between the question and the answer another has succeeded."""
     key = cli.succeed()
     meanwhile(lambda: cli.succeed(task_id="t-4"))
-    assert "has changed meanwhile" in ask("release", "--done", key, ends=1).stderr
+    assert "has changed since it was shown" in ask("release", "--done", key, ends=1).stderr
     assert done_by(locks, key) == "t-4"
 
 
@@ -924,11 +925,11 @@ def test_permits_that_are_all_free_are_said_to_be(cli):
     ("places", "answer", "says"),
     [
         ([identity()] * 2, "Yes", r"a permit is free \(2 of 3 held\)\.\n  Permit 0: tests\.cliapp"),
-        ([ELSEWHERE] * 3, "No", r"3 of 3 held; the first ends in (10|9) min[ \w]*\.\n  Permit 0: "),
+        ([ELSEWHERE] * 3, "No", r"3 of 3 permits are held; the first lease ends in \d+ min.*\n  Permit 0"),
         ([ELSEWHERE] * 3, "No", r"[^$]*; ends in (10|9) min[ \w]*, its process is unknown\.\n  Permit 1: "),
-        ([ELSEWHERE] * 3, "No", r"[^$]*A call now: it would wait in line, at place 1, and be woken"),
+        ([ELSEWHERE] * 3, "No", r"[^$]*A call now would wait in line, at place 1"),
         ([DEAD, ELSEWHERE, ELSEWHERE], "Yes", "the holder of permit 0 is dead; a worker on this host"),
-        ([ELSEWHERE, ELSEWHERE, DEAD], "No", "3 of 3 held; "),
+        ([ELSEWHERE, ELSEWHERE, DEAD], "No", "3 of 3 permits are held; "),
     ],
 )  # fmt: skip
 def test_why_says_whether_a_permit_is_free(cli, places, answer, says):
@@ -945,7 +946,7 @@ def test_why_names_the_first_few_holders(cli, monkeypatch):
     cli.hold_many(*[ELSEWHERE] * 5, limit=5)
     told = ask("why", TASK + "several", "7", ends=1).stdout
     assert re.findall(r"Permit (\d):", told) == ["0", "1", "2"]
-    assert "  2 more holders: celery setnx show.\n" in told
+    assert "  2 more holders: see celery setnx show.\n" in told
 
 
 def test_why_lets_the_line_come_first(cli):
@@ -959,7 +960,7 @@ def test_why_lets_the_line_come_first(cli):
 @pytest.mark.parametrize(
     ("task", "limit", "count", "answer", "says"),
     [
-        ("several", 5, 4, "No", "3 of 3 held; "),
+        ("several", 5, 4, "No", "3 of 3 permits are held; "),
         ("several", 2, 2, "Yes", r"a permit is free \(2 of 3 held\)\."),
         ("several", 1, 1, "Yes", r"a permit is free \(1 of 3 held\)\."),
         ("waiting", 3, 3, "No", r"its lock is held\.\n  Held by tests\.cliapp\.waiting\[t-0\]"),
@@ -971,7 +972,7 @@ def test_why_goes_by_the_limit_of_the_app_and_names_another(cli, task, limit, co
     told = ask("why", TASK + task, "7", ends=int(answer == "No")).stdout
     assert re.match(f"{answer}: {says}", told), told
     own = 3 if task == "several" else 1
-    assert f"  The limit is {own} for this app, and {limit} for who used the lock last: " in told
+    assert f"  This app's limit is {own}, but the last client of the lock had {limit}: " in told
     beyond = max(0, count - own)
     assert (f"Held beyond the limit of {own}: {beyond} permit" in told) == (beyond > 0)
 
@@ -982,7 +983,7 @@ def test_release_drops_the_permits_that_are_abandoned(cli, caplog):
     hear = Mock()
     lock_released.connect(hear)
     result = ask("release", TASK + "several", "7", answer="y\n", ends=0)
-    assert f"Of {living.key} 2/3 permits are held.\n" in result.stdout
+    assert f"{living.key}: 2/3 permits are held.\n" in result.stdout
     assert "Permit 0 is held by tests.cliapp.several[t-0] on w1@host" in result.stdout
     assert "Permit 1 is held by tests.cliapp.several[t-1] on w1@host" in result.stdout
     assert f"Release permit 1? [y/N]: y\nReleased {living.key}#1.\n" in result.stdout
@@ -1036,7 +1037,7 @@ def test_release_says_which_permit_has_changed_meanwhile(cli, meanwhile):
     meanwhile(held[0].release)
     result = ask("release", held[0].key, "--force", ends=1)
     assert f"Released {held[0].key}#1.\n" in result.stdout
-    assert f"Not released: {held[0].key}#0 has changed meanwhile" in result.stderr
+    assert f"Not released: {held[0].key}#0 has changed since it was shown" in result.stderr
     assert held[1].release() == "lost"
 
 
@@ -1045,7 +1046,7 @@ def test_release_of_a_permit_lets_the_first_in_line_run(cli):
     held = cli.hold_many(ELSEWHERE, ELSEWHERE, ELSEWHERE)
     cli.park("several")
     result = ask("release", f"{held[0].key}#2", "--yes", "--force", ends=0)
-    assert "Others wait in line; the first has its turn." in result.stdout
+    assert "Calls wait in line; the first of them is next." in result.stdout
     assert cli.is_due("several")
 
 
@@ -1090,7 +1091,7 @@ def test_show_says_how_many_starts_count(cli):
     cli.start(count=1)
     assert re.search(r"^state     free\n(?:.*\n)?starts    1 of 2 in 60 s$", ask(*show).stdout, re.MULTILINE)
     cli.start(count=1)
-    starts = rf"^starts    2 of 2 in 60 s; the next may be in {MOST_OF_A_MINUTE}$"
+    starts = rf"^starts    2 of 2 in 60 s; the next is allowed in {MOST_OF_A_MINUTE}$"
     assert re.search(starts, ask(*show).stdout, re.MULTILINE)
     assert "\nstate     paced\n" in ask(*show).stdout
     cli.hold("sync")
@@ -1098,9 +1099,9 @@ def test_show_says_how_many_starts_count(cli):
 
 
 BECOMES_PACED = {
-    "paced": "it would wait in line, at place 1, and be woken when its turn has come .on_conflict='auto'",
-    "paced_several": f"it would come back after {MOST_OF_A_MINUTE}, and then after up to 60 s each time",
-    "paced_skips": "it would be skipped: it succeeds with its skip_result, and does nothing .on_conflict=",
+    "paced": "would wait in line, at place 1 .on_conflict='auto'",
+    "paced_several": f"would come back after {MOST_OF_A_MINUTE}, and then after up to 60 s each time",
+    "paced_skips": "would be skipped: it succeeds with its skip_result, and does nothing .on_conflict=",
 }
 
 
@@ -1111,8 +1112,8 @@ def test_why_says_when_the_next_call_may_start_and_what_becomes_of_this_one(cli,
     ask("why", TASK + task, "7", ends=0)
     cli.start(task, count=1)
     told = ask("why", TASK + task, "7", ends=1).stdout
-    because = rf"No: its pace allows the next start in {MOST_OF_A_MINUTE} \(starts: 2 of 2 in 60 s\)\."
-    assert re.match(rf"{because}\n  A call now: {BECOMES_PACED[task]}", told), told
+    because = rf"No: its rate allows the next start in {MOST_OF_A_MINUTE} \(starts: 2 of 2 in 60 s\)\."
+    assert re.match(rf"{because}\n  A call now {BECOMES_PACED[task]}", told), told
     found = json.loads(ask("why", TASK + task, "7", "--json", ends=1).stdout)
     assert (found["runs"], found["state"], found["starts"]) == (False, "paced", 2)
     age(cli.locks, cli.key(task), 60)
@@ -1125,7 +1126,7 @@ def test_why_says_that_the_pace_holds_up_a_line(cli):
     cli.park("paced")
     told = ask("why", TASK + "paced", "7", ends=1).stdout
     assert re.match(
-        r"No: its pace allows the next start in .*\n  1 call in line before it\.\n  A call now: ", told
+        r"No: its rate allows the next start in .*\n  1 call in line before it\.\n  A call now ", told
     )
     assert "at place 2" in told
 
@@ -1133,9 +1134,9 @@ def test_why_says_that_the_pace_holds_up_a_line(cli):
 @pytest.mark.parametrize(
     ("where", "lease", "says"),
     [
-        (ELSEWHERE, 600, r"its lock is held\.\n(.*\n)*  Nor does its pace allow a start: 2 of 2 in 60 s;"),
-        (DEAD, 600, r"its pace allows the next start in "),
-        (ELSEWHERE, 10, r"its pace allows the next start in "),
+        (ELSEWHERE, 600, r"its lock is held\.\n(.*\n)*  Its rate allows no start either: 2 of 2 in 60 s;"),
+        (DEAD, 600, r"its rate allows the next start in "),
+        (ELSEWHERE, 10, r"its rate allows the next start in "),
     ],
     ids=["held", "dead", "stale"],
 )
@@ -1154,24 +1155,24 @@ def test_why_goes_by_the_rate_of_the_app_and_names_another(cli):
         SetnxLock(cli.locks, cli.key("paced"), rate=(9, 60.0)).acquire().lock.release()
     told = ask("why", TASK + "paced", "7", ends=1).stdout
     assert "(starts: 2 of 2 in 60 s)" in told
-    assert "  The rate is 2 in 60 s for this app, and 9 in 60 s for who used the lock last: a deploy" in told
+    assert "  This app's rate is 2 in 60 s, but the last client of the lock had 9 in 60 s: a deploy" in told
     SetnxLock(cli.locks, cli.key("sync"), rate=(1, 60.0)).acquire().lock.release()
     told = ask("why", TASK + "sync", "7", ends=0).stdout
-    assert "  The rate is none for this app, and 1 in 60 s for who used the lock last" in told
+    assert "  This app's rate is none, but the last client of the lock had 1 in 60 s" in told
 
 
 def test_release_of_starts_lets_calls_start_at_once(cli, caplog):
     """They are shown, asked about, and forgotten; the first in line has its turn."""
     key = cli.start()
     refused = ask("release", key, ends=1).stderr
-    assert f"Nothing to release: {key} is free. Its pace allows no start (2 of 2 in 60 s; the next" in refused
+    assert f"Nothing to release: {key} is free. Its rate allows no start (2 of 2 in 60 s; the next" in refused
     assert "see release --starts.\n" in refused
     cli.park("paced")
     assert ask("release", "--starts", key, answer="n\n", ends=1).stderr == "Not forgotten.\n"
     assert ask_json("show", key)["starts"] == 2
     result = ask("release", "--starts", TASK + "paced", "7", answer="y\n", ends=0)
-    assert f"Starts of {key}: 2 of 2 in 60 s; the next may be in " in result.stdout
-    assert "Forgot 2 starts.\nOthers wait in line; as many as may start have their turn.\n" in result.stdout
+    assert f"Starts of {key}: 2 of 2 in 60 s; the next is allowed in " in result.stdout
+    assert "Forgot 2 starts.\nCalls wait in line; as many as the rate allows are next.\n" in result.stdout
     assert f"2 starts of {key} were forgotten by hand, by " in caplog.text
     assert cli.is_due("paced")
     assert "no start of" in ask("release", "--starts", TASK + "sync", "7", ends=1).stderr
@@ -1354,9 +1355,7 @@ def test_why_says_that_another_programs_record_is_in_the_way(cli, locks, foreign
     foreign_keys.add(record)
     locks.set(record, "garbage")
     result = ask("why", f"{TASK}sync", "7", ends=1)
-    assert result.stdout.startswith(
-        f"No: {record} is no record of celery_setnx: each call fails with LockRef"
-    )
+    assert result.stdout.startswith(f"No: another program has written {record}: each call fails with LockRef")
 
 
 # errors
@@ -1407,7 +1406,7 @@ from celery_setnx import SingletonTask
 def shared(n): ...
 """
 UNKNOWN = "work has an unknown option 'leese'; did you mean 'lease'?"
-NEGATIVE = "lease of othertasks.more must be positive"
+NEGATIVE = "lease of othertasks.more must be more than 0 seconds"
 
 
 @pytest.fixture
@@ -1461,7 +1460,7 @@ def test_refused_task_is_in_the_way_of_its_own_questions_alone(other, locks):
 def test_tasks_of_included_modules_are_known(other, locks):
     """As a worker does, the command imports what the app includes."""
     result = other(SHARED, "why", "othertasks.shared", "1", ends=0)
-    assert result.stdout.startswith("Yes: nothing holds its lock.")
+    assert result.stdout.startswith("Yes: its lock is free.")
 
 
 def test_doctor_prints_findings_and_ends_with_their_code(cli):
@@ -1492,7 +1491,7 @@ def test_without_an_app_it_says_so():
     """The forgotten -A."""
     done = celery_command("setnx", "list")
     assert done.stderr.startswith("Error: no Redis for locks")
-    assert done.stderr.endswith("No app was given: celery -A app setnx ...\n")
+    assert done.stderr.endswith("No app was given: use celery -A app setnx ...\n")
     assert "Traceback" not in done.stderr
     assert done.returncode == 1
 

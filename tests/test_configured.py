@@ -352,7 +352,7 @@ def test_variable_that_nobody_reads_is_refused_where_workers_start(variable, mon
     """Unless the code has read it: then the setting is there."""
     monkeypatch.setenv(variable, HERE)
     name = variable.removeprefix("CELERY_").lower()
-    said = f"{variable} is in the environment, and nobody reads it: set {name}"
+    said = f"the environment variable {variable} is not read: set {name}"
     with pytest.raises(OptionError, match=said):
         refuse_unread_environment(new_app().conf)
     assert any(variable in found.what for found in check(new_app(backend=HERE)) if found.level == "error")
@@ -360,7 +360,7 @@ def test_variable_that_nobody_reads_is_refused_where_workers_start(variable, mon
     app = new_app(backend=HERE)
     task = guarded_task(app)
     for ask in (lambda: check_options(app), task.delay, lambda: prefix(app)):  # one door for all
-        with pytest.raises(OptionError, match=f"{variable} is in the environment"):
+        with pytest.raises(OptionError, match=f"the environment variable {variable} is not read"):
             ask()
 
 
@@ -374,7 +374,7 @@ def test_variable_that_is_misspelt_is_refused(variable, meant, monkeypatch):
     app = new_app(backend=HERE)
     check_options(app)
     monkeypatch.setenv(variable, HERE)
-    said = f"{variable} is in the environment, and nobody reads it: set {meant}"
+    said = f"the environment variable {variable} is not read: set {meant}"
     with pytest.raises(OptionError, match=said):
         check_options(new_app(backend=HERE))
     assert any(variable in found.what for found in check(new_app(backend=HERE)) if found.level == "error")
@@ -383,7 +383,7 @@ def test_variable_that_is_misspelt_is_refused(variable, meant, monkeypatch):
 def test_url_in_a_variable_that_nobody_reads_is_refused_where_locks_are_asked_for(monkeypatch):
     """They would be on another server than it says."""
     monkeypatch.setenv("SETNX_URL", HERE)
-    with pytest.raises(OptionError, match="name it CELERY_SETNX_URL, or set setnx_url"):
+    with pytest.raises(OptionError, match=r"set setnx_url .*, or rename the variable to CELERY_SETNX_URL"):
         client_for(new_app(backend=THERE))
     assert of_locks(new_app(setnx_url=THERE))["host"] == "there"
 
@@ -481,7 +481,7 @@ def test_broker_that_is_two_servers_holds_no_locks(conf):
     """Who publishes and who works would lock at two places."""
     app = new_app()
     app.conf.update(conf)
-    with pytest.raises(OptionError, match=r"must live on exactly one.* set setnx_url"):
+    with pytest.raises(OptionError, match=r"must be on one: set setnx_url"):
         client_for(app)
     app.conf.setnx_url = HERE
     assert of_locks(app)["host"] == "here"
@@ -490,7 +490,7 @@ def test_broker_that_is_two_servers_holds_no_locks(conf):
 def test_broker_that_the_environment_divides_holds_no_locks(monkeypatch):
     """The same, if only this host reads from another server."""
     monkeypatch.setenv("CELERY_BROKER_READ_URL", THERE)
-    with pytest.raises(OptionError, match="broker_read_url and broker_write_url name two servers"):
+    with pytest.raises(OptionError, match="broker_read_url and broker_write_url name different servers"):
         client_for(new_app(broker=HERE))
 
 

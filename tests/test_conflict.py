@@ -44,7 +44,7 @@ def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog, monkeypa
     said = (
         r"The call .*t\[id-1\] of setnx:{t} could not be sent back: .*refused; it was to come back because "
     )
-    assert re.match(rf"{said}Redis is down\. Mend that, and send the call again\.", str(unsent.value))
+    assert re.match(rf"{said}Redis is down\. Fix that, and send the call again\.", str(unsent.value))
     assert "[id-1] could not be sent back to the broker" in caplog.text
     assert "while Redis is down. It fails." in caplog.text
     task.acks_late = True

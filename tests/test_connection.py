@@ -54,14 +54,14 @@ def test_first_redis_of_the_settings_holds_the_locks(conf, url, setting):
         ({"setnx_url": "memcached://a"}, "setnx_url has the scheme 'memcached'"),
         (
             {"setnx_url": "a:6379/1"},
-            r"no scheme: it is 'a:6379/1'; write .* such as 'redis://localhost:6379/1'",
+            r"no scheme: 'a:6379/1'; write .* such as 'redis://localhost:6379/1'",
         ),
-        ({"setnx_url": "me:s3cret@a"}, r"no scheme: it is '\*\*@a'"),
-        ({"setnx_url": "//:s3cr@t@a?password=b"}, r"no scheme: it is '\*\*@a\?password=\*\*'"),
-        ({"setnx_url": ["redis://:s3cret@a"]}, "must be one URL as a text, .*, not a list$"),
+        ({"setnx_url": "me:s3cret@a"}, r"no scheme: '\*\*@a'"),
+        ({"setnx_url": "//:s3cr@t@a?password=b"}, r"no scheme: '\*\*@a\?password=\*\*'"),
+        ({"setnx_url": ["redis://:s3cret@a"]}, "must be one URL, as text, .*, not a list$"),
         ({"setnx_url": "sentinel://a"}, "set setnx_transport_options = .*master_name"),
         ({"broker_url": "sentinel://a;sentinel://b"}, "set broker_transport_options = .*master_name"),
-        ({"setnx_url": "redis+cluster://a/1"}, "no databases but 0"),
+        ({"setnx_url": "redis+cluster://a/1"}, "has only database 0"),
     ],
 )
 def test_missing_or_unusable_redis_is_an_error_that_says_what_to_do(conf, message):
@@ -221,7 +221,7 @@ def test_worker_start_that_is_refused_leaves_nothing_that_stays(limited, locks, 
     ("change", "do"),
     [
         (lambda url: url.replace("redis://", "redis://nobody:wrong@"), "Check the user and the password"),
-        (lambda url: f"{url}99", "the number of its database"),
+        (lambda url: f"{url}99", "the server must have the database"),
     ],
     ids=["password", "database"],
 )

@@ -358,8 +358,8 @@ def test_sender_without_the_tasks_code_asks_as_well(tasks, name):
     ("options", "message"),
     [
         ({"dedupe_for": 5}, "dedupe_for=5 and dedupe=None"),
-        ({"dedupe_for": 5, "dedupe": "until_started"}, "add dedupe='until_done'"),
-        ({"dedupe_for": 0, "dedupe": "until_done"}, "must be positive or None and finite"),
+        ({"dedupe_for": 5, "dedupe": "until_started"}, "dedupe_for needs dedupe='until_done'"),
+        ({"dedupe_for": 0, "dedupe": "until_done"}, "must be more than 0 seconds, or None"),
         ({"dedupe_for": "a day", "dedupe": "until_done"}, "must be seconds or a timedelta"),
     ],
 )
@@ -373,5 +373,5 @@ def test_window_that_cannot_be_is_refused(server, options, message):
 
 def test_window_of_a_single_call_is_refused(tasks):
     """All calls of a key must agree on it."""
-    with pytest.raises(OptionError, match="'dedupe_for' of a call of daily is one for all calls"):
+    with pytest.raises(OptionError, match="'dedupe_for' of a call of daily is the same for all calls"):
         tasks.daily.apply_async(["a"], singleton={"dedupe_for": 5})

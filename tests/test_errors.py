@@ -229,7 +229,7 @@ def test_verb_on_an_ailing_server_is_unavailable_and_works_once_it_recovers(admi
         ("LOADING Redis is loading the dataset in memory", LockUnavailable, ""),
         ("MASTERDOWN Link with MASTER is down", LockUnavailable, ""),
         ("NOPERM User limited has no permissions to run the 'cluster|slots' command", LockForbidden, "Grant"),
-        ("ERR This instance has cluster support disabled", LockForbidden, "for a cluster and for nothing"),
+        ("ERR This instance has cluster support disabled", LockForbidden, "and only for a cluster"),
         ("ERR unknown command 'CLUSTER', with args beginning with: 'SLOTS'", LockRefused, "too old"),
     ],
 )
@@ -325,7 +325,7 @@ GARBAGE_RECORDS = {
     "bytes": b"\xff\xfe\x00",
     "cut short": "tok\n1\n2\nrunning\n",
     "no info": "tok\n1\n2\nrunning\n3",
-    "info is no JSON": "tok\n1\n2\nrunning\n3\n{broken",
+    "info is not JSON": "tok\n1\n2\nrunning\n3\n{broken",
     "info is a list": "tok\n1\n2\nrunning\n3\n[1]",
     "info is bytes": b"tok\n1\n2\nrunning\n3\n\xff\xfe",
     "since is a word": "tok\n1\n2\nrunning\nlong ago\n{}",

@@ -354,10 +354,13 @@ OF_ONE_CALL = ["task_id", "group_id", "chord", "chain", "retries", "link", "link
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *[({option: "x"}, f"takes no {option}") for option in OF_ONE_CALL],
+        *[({option: "x"}, f"does not accept {option}") for option in OF_ONE_CALL],
         *[({option: ()}, None) for option in ("args", "kwargs", "publisher")],
         ({"connection": None}, None),
-        *[({"batch_size": size}, "must be an int of 1 or more") for size in (0, -1, 1.5, True, "10", None)],
+        *[
+            ({"batch_size": size}, "must be a whole number of 1 or more")
+            for size in (0, -1, 1.5, True, "10", None)
+        ],
         *[({"singleton": {name: 0}}, None) for name in ("dedup", "dedupe", "queue_lease")],
         pytest.param({"singleton": {"on_conflict": lambda conflict: None}}, None, id="a-callable"),
     ],

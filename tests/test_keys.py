@@ -200,7 +200,7 @@ def test_key_name_is_a_parameter_never_a_constant():
     """`key="a"` means the argument a, also one that only **more catches; any other text is refused."""
     assert key("a")(1, 5) == key("a")(1, 6) != key("a")(2, 5)
     assert key("z")(1, z=1) != key("z")(1, z=2)
-    with pytest.raises(OptionError, match=r"names 'constant', which is no parameter of proj.call\(a\)"):
+    with pytest.raises(OptionError, match=r"names 'constant', which is not a parameter of proj.call\(a\)"):
         key("constant", lambda a: None)
     with pytest.raises(OptionError, match=r"names 'x.id', .*; did you mean key='{x.id}'\?"):
         key("x.id", lambda **more: None)

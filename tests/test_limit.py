@@ -142,7 +142,7 @@ def test_calls_by_name_count_among_the_five(shared, way):
 
 def test_limit_is_no_option_of_a_single_call(shared):
     """Where the task is known it is refused, also by send_task: all calls of a key must agree on it."""
-    text = "option 'limit' of a call of limit.work is one for all calls of the task; give it to the task"
+    text = "option 'limit' of a call of limit.work is the same for all calls of the task; give it to the task"
     with pytest.raises(OptionError, match=text):
         shared.task.apply_async([shared.key], singleton={"limit": 7})
     with pytest.raises(OptionError, match=text):

@@ -190,7 +190,7 @@ def test_celerys_own_tasks_have_no_lock(ask, given):
     """SingletonTask as the app's task class does not guard celery.*, and says so."""
     app = Celery("all", task_cls=SingletonTask, set_as_current=False, broker="redis://localhost:1/0")
     builtin = app.tasks["celery.chord_unlock"]
-    with pytest.raises(OptionError, match=r"celery\.chord_unlock\b.* is a task of Celery's own, and "):
+    with pytest.raises(OptionError, match=r"celery\.chord_unlock\b.* is Celery's own task, and "):
         getattr(builtin, ask)(*given)
 
 

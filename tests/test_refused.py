@@ -23,7 +23,7 @@ from celery_setnx.testing import guarded
 pytestmark = pytest.mark.usefixtures("alone")
 
 WRONG_KEY = {"key": "acount"}
-WRONG = "key of broken names 'acount', which is no parameter"
+WRONG = "key of broken names 'acount', which is not a parameter"
 
 
 def settle(account: int) -> int:
@@ -77,7 +77,9 @@ def test_base_class_that_is_given_by_its_name_says_what_to_write(app, monkeypatc
     monkeypatch.setattr(_state, "_get_active_apps", list)  # those of other tests are finalized
     task = app.task if declared == "app" else shared_task
     task(base=base)(settle)
-    with pytest.raises(OptionError, match=f"settle has base='{base}', a text: .* write base=SingletonTask"):
+    with pytest.raises(
+        OptionError, match=f"settle has base='{base}', which is text, .* write base=SingletonTask"
+    ):
         check(app)
 
 
@@ -208,7 +210,7 @@ def test_annotations_are_laid_over_the_tasks_options(app, annotations, found, by
 REFUSED_LATE = [
     ({"singleton": {"key": "acount"}}, {}, "names 'acount'"),
     ({"singleton": "wait"}, {}, "must be a mapping"),
-    ({"ignore_result": True}, {"on_conflict": "join"}, "there is no result to end with"),
+    ({"ignore_result": True}, {"on_conflict": "join"}, "there is no result to share"),
 ]
 
 
@@ -270,7 +272,7 @@ def test_result_that_is_ignored_late_is_no_result_to_join(app):
     app.finalize()
     task = app.tasks["settle"]
     type(task).ignore_result = True
-    with pytest.raises(OptionError, match="there is no result to end with"):
+    with pytest.raises(OptionError, match="there is no result to share"):
         task.delay(7)
 
 
@@ -310,7 +312,7 @@ def test_task_that_is_named_in_its_constructor_locks_under_that_name(app):
     task = app.register_task(Named("one"))
     assert task.lock_key(7).startswith("setnx:{one:")
     app.register_task(Named("two"))
-    check_fails(app, "one class is the tasks one, two; derive a class for each")
+    check_fails(app, "the tasks one, two are one class; give each a class of its own")
 
 
 def test_refused_run_fails(app):

@@ -119,8 +119,8 @@ def test_send_task_gives_its_mark_up_when_it_starts(producer, locks, journal, ga
 
 
 UNTOLD = (
-    r"^send_task of tests\.sendapp\.work does not know the task's signature, so it needs to be told "
-    r'the key: singleton=\{"key": \.\.\.\}, as the task has it$'
+    r"^send_task of tests\.sendapp\.work does not know the task's parameters; give it the task's key "
+    r'option: singleton=\{"key": \.\.\.\}$'
 )
 CALLABLE = r"option 'key' of a call of tests\.sendapp\.work is a callable, which cannot travel in a message"
 MISSPELT = r"a call of tests\.sendapp\.work .* did you mean 'dedupe'"

@@ -81,7 +81,7 @@ def test_what_is_not_printable_is_escaped(text, shown):
     ("limit", "paced", "words"),
     [
         (1, False, "k is held by h"),
-        (5, False, "k is held 5 times, for longest by h"),
+        (5, False, "all 5 permits of k are held, the oldest by h"),
         (1, True, "k is held back by h"),
         (5, True, "k is held back by h"),
     ],

@@ -32,23 +32,23 @@ def refuse_own_request(task: type[Task], name: str) -> None:
     if task.Request == REQUEST or issubclass(symbol_by_name(task.Request), symbol_by_name(REQUEST)):
         return
     raise OptionError(
-        f"{name} has a Request of its own ({_shown(task.Request)}), which is no "
-        "celery_setnx.request.SingletonRequest: a worker would free neither the marks of its revoked calls "
-        "nor the lock of a child that died; derive it from SingletonRequest"
+        f"{name} has its own Request ({_shown(task.Request)}), which is not a "
+        "celery_setnx.request.SingletonRequest: a worker could not free the marks of revoked calls, or the "
+        "lock of a dead child process; derive it from SingletonRequest"
     )
 
 
 def refuse_own_strategy(task: type[Task], name: str) -> None:
     """Refuse a task whose messages do not go Celery's own way to the pool."""
     if task.Strategy != _STRATEGY and symbol_by_name(task.Strategy) is not symbol_by_name(_STRATEGY):
-        raise OptionError(_batching(name, f"a Strategy of its own ({_shown(task.Strategy)})"))
+        raise OptionError(_batching(name, f"its own Strategy ({_shown(task.Strategy)})"))
 
 
 def refuse_own_start_strategy(task: type[Task], name: str) -> None:
     """Refuse it where nobody would see whether that leads to Celery's own (see `refuse_other_way`)."""
     if not is_celerys_own(task, "start_strategy"):
-        found = f"a start_strategy of its own ({_shown(task.start_strategy)})"
-        raise OptionError(f"{_batching(name, found)}. If it ends in Celery's own, add base=SingletonTask")
+        found = f"its own start_strategy ({_shown(task.start_strategy)})"
+        raise OptionError(f"{_batching(name, found)}. If it calls Celery's own, add base=SingletonTask")
 
 
 def refuse_other_way(following: Callable[..., Any], task: Any, args: Any, kwargs: Any) -> Any:
@@ -60,16 +60,16 @@ def refuse_other_way(following: Callable[..., Any], task: Any, args: Any, kwargs
     before = requests.__subclasses__()
     handler = following(*args, **kwargs)
     if all(each in before for each in requests.__subclasses__()):
-        found = f"a start_strategy of its own ({_shown(following)})"
+        found = f"its own start_strategy ({_shown(following)})"
         raise OptionError(_batching(task.name, found))
     return handler
 
 
 def _batching(name: str, found: str) -> str:
     return (
-        f"{name} has {found}: it hands calls to the pool in its own way, as celery-batches does, and they "
-        "would run without their lock. Lock in the body with SetnxLock, or have it publish calls of "
-        "another task that is guarded"
+        f"{name} has {found}: its calls do not take Celery's usual way to the pool, as with celery-batches, "
+        "so they would run without their lock. Lock in the body with SetnxLock, or publish calls of another, "
+        "guarded task from it"
     )
 
 
@@ -84,9 +84,9 @@ def loops_over(task: Task) -> str:
 def loop_refused(what: str, name: str) -> OptionError:
     """What becomes of Celery's `map`, `starmap` and `chunks` of a guarded task."""
     return OptionError(
-        f"{what} of {name} is refused: Celery calls its bodies as functions inside one message, and they "
-        "would run without their lock. Publish a call for each: fan_out(...), or a group of signatures where "
-        "their results are needed"
+        f"{what} of {name} is refused: Celery runs its bodies as plain functions in one message, without "
+        "their lock. Publish one call each: with fan_out(...), or as a group of signatures if you need the "
+        "results"
     )
 
 
@@ -97,8 +97,8 @@ def refuse_unrun(function: Any, name: str) -> None:
         raise OptionError(_unawaited(name, "is an async def"))
     if inspect.isgeneratorfunction(function):
         raise OptionError(
-            f"{name} is a generator function: Celery only calls it, which runs nothing of its body; "
-            "let it do its work, and return"
+            f"{name} is a generator function: Celery only calls it, so its body never runs; make it an "
+            "ordinary function"
         )
 
 
@@ -136,8 +136,8 @@ def refuse_forgotten_base(task: type[Task], name: str) -> None:
         and not name.startswith(("celery.", "celery_setnx."))
     ):
         raise OptionError(
-            f"{name} has singleton={options!r}, but is no SingletonTask: nobody reads that, and its calls "
-            "would run without a lock; add base=SingletonTask, or use @singleton(...) below @app.task"
+            f"{name} has singleton={options!r}, but is no SingletonTask: its calls would run without a lock; "
+            "add base=SingletonTask, or use @singleton(...) below @app.task"
         )
 
 
@@ -148,8 +148,8 @@ def refuse_named_base() -> None:
         base = options.get("base")
         if isinstance(base, str) and "SingletonTask" in base:
             raise OptionError(
-                f"{options.get('name') or _shown(function)} has base={base!r}, a text: Celery takes the "
-                "class itself; write base=SingletonTask, and import that from celery_setnx"
+                f"{options.get('name') or _shown(function)} has base={base!r}, which is text, but Celery "
+                "needs the class; write base=SingletonTask, and import that from celery_setnx"
             )
 
 
@@ -178,7 +178,7 @@ def _declaration_in(declared: Any) -> tuple[Any, Mapping[str, Any]]:
 
 def _misplaced(who: str, options: Mapping[str, Any]) -> str:
     return (
-        f"{who} has {', '.join(options)} outside of singleton={{...}}, where nobody reads that; "
+        f"{who} has {', '.join(options)} outside of singleton={{...}}, where it has no effect; "
         f"write singleton={options!r}"
     )
 
@@ -207,7 +207,7 @@ def _below_wrappers(function: Any) -> Callable[..., Any]:
 
 def _unawaited(name: str, what: str) -> str:
     return (
-        f"{name} {what}: Celery does not await it, and its lock would be given back before its body runs; "
+        f"{name} {what}: Celery does not await it, so its lock would be released before its body runs; "
         "make it an ordinary def that runs the coroutine: return asyncio.run(your_coroutine(...)), or with "
         "asgiref return async_to_sync(your_coroutine)(...)"
     )

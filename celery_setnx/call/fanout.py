@@ -124,7 +124,7 @@ class FanningOut:
         wrong = sorted(set(options) & set(_OF_A_SINGLE_CALL))
         if wrong:
             raise OptionError(
-                f"fan_out of {task.name} takes no {', '.join(wrong)}; publish such calls one by one"
+                f"fan_out of {task.name} does not accept {', '.join(wrong)}; publish such calls one by one"
             )
         refuse_misplaced_in_call(options, task.name)
         guard = task._settled()
@@ -159,7 +159,8 @@ class FanningOut:
         """Publish the calls."""
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise OptionError(
-                f"fan_out of {self.task.name}: batch_size must be an int of 1 or more, not {batch_size!r}"
+                f"fan_out of {self.task.name}: batch_size must be a whole number of 1 or more, not "
+                f"{batch_size!r}"
             )
         self.batch_size, self.each, self.progress = batch_size, each, progress
         try:

@@ -194,8 +194,8 @@ class Guard:
         """Refuse to join a result that nobody stores, and to skip with one that cannot be stored."""
         if options.on_conflict == "join" and self.ignores_result:
             raise OptionError(
-                f"{self.task} has on_conflict='join' and ignore_result: there is no result to end with; "
-                "store it, or use on_conflict='wait'"
+                f"{self.task} has on_conflict='join' and ignore_result: there is no result to share; store "
+                "it, or use on_conflict='wait'"
             )
         if options.skip_result is not UNSET and not self.ignores_result:
             self._check_skip_result(options.skip_result)
@@ -211,8 +211,8 @@ class Guard:
             pass_on_time_limit(error)
             raise OptionError(
                 f"skip_result of {self.task} cannot be stored as a result "
-                f"({type(error).__name__}: {error}, with result_serializer={serializer!r}): a skipped call "
-                f"would fail; use a text, a number or None, not {shortened(repr(value), ABOUT)}"
+                f"({type(error).__name__}: {error}, with result_serializer={serializer!r}), so a skipped "
+                f"call would fail; use text, a number or None, not {shortened(repr(value), ABOUT)}"
             ) from None
 
     def check_backend(self, options: Options) -> None:
@@ -227,7 +227,7 @@ class Guard:
             pass_on_time_limit(error)
             raise OptionError(  # the error's own words may quote a part of a password
                 f"{self.task} has on_conflict='join', and result_backend cannot be used "
-                f"({type(error).__name__}): mend it, or use on_conflict='wait'"
+                f"({type(error).__name__}): fix it, or use on_conflict='wait'"
             ) from error
         if isinstance(backend, DisabledBackend) or not backend.persistent:
             raise OptionError(

@@ -183,8 +183,8 @@ def send_task(
     layer = checked(f"a call of {name}", singleton or {})
     if layer.get("key") is None:
         raise OptionError(
-            f"send_task of {name} does not know the task's signature, so it needs to be told the key: "
-            'singleton={"key": ...}, as the task has it'
+            f"send_task of {name} does not know the task's parameters; give it the task's key option: "
+            'singleton={"key": ...}'
         )
     # What is the task's stands below the call's own, with what it may need beside it.
     of_the_task = {option: layer[option] for option in (OF_THE_TASK | {"dedupe"}) & layer.keys()}
@@ -235,7 +235,7 @@ def _settled(guard: Guard, told: Call, call: Mapping[str, Any] | None, options: 
     settled = guard.options_of({**told.options, **(call or {})})
     if settled.on_conflict == "join" and options.get("ignore_result"):
         raise OptionError(
-            f"a call of {guard.task} has on_conflict='join' and ignore_result: it is to end with a result"
+            f"a call of {guard.task} has on_conflict='join' and ignore_result: there is no result to share"
         )
     return settled
 
@@ -261,8 +261,8 @@ def refuse_unseen(guard: Guard, publisher: str, task_id: str | None, options: Ma
         lost = lost or f"dedupe={guard.options.dedupe!r}"
     if lost is not None:
         raise OptionError(
-            f"{publisher} publishes a call of {guard.task} by Celery's Task.apply_async, past that of "
-            f"SingletonTask, and {lost} would have no effect: call super().apply_async(...) instead"
+            f"{publisher} publishes a call of {guard.task} by Celery's Task.apply_async, not by "
+            f"SingletonTask's, so {lost} would have no effect: call super().apply_async(...) instead"
         )
 
 

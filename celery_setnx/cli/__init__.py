@@ -27,12 +27,12 @@ NO = 1
 """Exit code of an answer that is no, and when something is wrong."""
 
 _ONE_KIND = (
-    "--stale and --older list locks, and may be combined; --queued lists marks, and --done calls that have "
-    "succeeded: each stands alone"
+    "list one kind at a time: locks (--stale and --older may be combined), --queued marks, or --done calls "
+    "that have succeeded"
 )
 _WHAT_TO_RELEASE = (
-    "give a KEY, or a TASK and its ARGS, or --queued and --task NAME; with --done either, with --starts the "
-    "former"
+    "give a KEY, or a TASK and its ARGS. --queued needs --task NAME instead; --done takes either; --starts "
+    "takes a KEY, or a TASK and its ARGS"
 )
 _LEVELS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 
@@ -85,7 +85,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore] # gene
         """The seconds."""
         number, unit = (value[:-1], value[-1:]) if value[-1:] in self._units else (value, "")
         if not number.isdecimal():
-            self.fail(f"{value} is no duration: write 90s, 5m, 1h or 2d", param, ctx)
+            self.fail(f"{value} is not a duration: write 90s, 5m, 1h or 2d", param, ctx)
         return float(number) * self._units[unit]
 
 
@@ -105,7 +105,7 @@ def _of_call(function: Any) -> Any:
 @click.option("--stale", is_flag=True, help="Only locks whose deadline has passed, or whose process is dead.")
 @click.option("--older", type=_Duration(), metavar="1h", help="Only locks held for longer: 90s, 5m, 1h, 2d.")
 @click.option("--queued", is_flag=True, help="Marks instead of locks: the calls that are queued.")
-@click.option("--done", is_flag=True, help="Calls that have succeeded, and count for their dedupe_for.")
+@click.option("--done", is_flag=True, help="Calls that have succeeded, and still make duplicates.")
 @_as_json
 @click.pass_context
 def list_(
@@ -113,10 +113,9 @@ def list_(
 ) -> None:
     """List the locks, and who has them.
 
-    A task is the one that the lock's record names, or the scope. Of a lock with several permits the state
-    says how many are held ("3/5"), and the row is the holder's that needs a look first. The deadline of a
-    free one that is paced is when the next call may start. Whether a process is dead is known on its own
-    host. Reads by SCAN, so it may run in production. A terminal gets what fits its width.
+    With several permits the state says how many are held ("3/5"), and the row shows the holder to look at
+    first. The deadline of a paced lock is when the next call may start. Only its own host knows whether a
+    process is dead. Reads by SCAN, so it is safe in production. A terminal gets what fits its width.
     """
     if (older is not None) + chosen["queued"] + chosen["done"] > 1 or sum(chosen.values()) > 1:
         raise click.UsageError(_ONE_KIND)
@@ -165,11 +164,11 @@ def show(
 ) -> None:
     """Show all that is known of one lock.
 
-    Its record, its starts, its last take-over, its mark, who waits in line,
-    and which call has succeeded and counts.
+    Its holder, starts, last take-over, mark and line, and the call that has
+    succeeded and makes duplicates.
 
     Give its key, or a task and a call's arguments. Each of ARGS is JSON, or else text; name=value is a
-    keyword argument. Put -- before arguments that begin with a dash. What this leaves ambiguous, give by
+    keyword argument. Put -- before arguments that begin with a dash. If that is not exact enough, use
     --args and --kwargs.
     """
     from celery_setnx.cli.asked import loaded, sight
@@ -202,7 +201,7 @@ def why(
 ) -> None:
     """Say whether a call would run now, and who is in the way.
 
-    Since when, until when, whether that process lives, and what would become of the call.
+    Since when, until when, whether that process lives, and what the call would do.
 
     ARGS are read as `show` reads them. Exit code 0: it would run. 1: it would not.
     """
@@ -231,22 +230,21 @@ def why(
 @setnx.command()
 @click.argument("target", required=False, metavar="[KEY|TASK]")
 @_of_call
-@click.option("--queued", is_flag=True, help="Free the marks of a task, as a purge leaves them behind.")
+@click.option("--queued", is_flag=True, help="Free the marks of a task, after a purge.")
 @click.option("--done", is_flag=True, help="Forget that a call has succeeded, or all calls of a task.")
-@click.option("--starts", is_flag=True, help="Forget when calls of a key have started (rate).")
-@click.option("--task", metavar="NAME", help="The task that --queued or --done is about.")
+@click.option("--starts", is_flag=True, help="Forget the starts of a key that count for its rate.")
+@click.option("--task", metavar="NAME", help="The task, with --queued or --done.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--force", is_flag=True, help="Release even what a living process may hold.")
+@click.option("--force", is_flag=True, help="Release a lock even if its holder may be running.")
 @click.pass_context
 def release(ctx: click.Context, /, target: str | None, task: str | None, **given: Any) -> None:
     """Release a lock by hand, or forget marks, successes or starts.
 
-    The lock is named as for `show`: by its key, or by a task and a call's arguments. Of a lock with several
-    permits those are released that are abandoned; KEY#3 names permit 3 alone.
+    Name the lock as for `show`: by its key, or by a task and a call's arguments. With several permits the
+    abandoned ones are released; KEY#3 means permit 3.
 
-    What is shown is what is deleted: if it has changed meanwhile, nothing is touched. A lock whose deadline
-    has not passed, and whose process is not surely dead, is only released with --force. The first who waits
-    in line has its turn.
+    Only what was shown is deleted; if it has changed since, nothing happens. Without --force a lock is only
+    released if its deadline has passed or its process is surely dead. The first call in line is next.
     """
     queued, done, yes, force = (given.pop(name) for name in ("queued", "done", "yes", "force"))
     starts, names_call = given.pop("starts"), any(given.values())
@@ -254,9 +252,11 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
     if (target is None) == (task is None) or is_odd or (starts and task):
         raise click.UsageError(_WHAT_TO_RELEASE)
     if force and (queued or done or starts):
-        raise click.UsageError("--force is for a lock that may be held: leave it out for all else")
+        raise click.UsageError("--force is only for locks: leave it out with --queued, --done and --starts")
     if task is not None and names_call:
-        raise click.UsageError(f"--task is about all calls of {task}; for one give TASK and its ARGS instead")
+        raise click.UsageError(
+            f"--task means all calls of {task}; for one call give TASK and its ARGS instead"
+        )
     from celery_setnx.cli import byhand
     from celery_setnx.cli.asked import loaded, permit_of, sight
 
@@ -323,16 +323,16 @@ def check(ctx: click.Context, strict: bool, as_json: bool) -> None:
 
 @setnx.command()
 @click.option("--strict", is_flag=True, help="Warnings are errors.")
-@click.option("--acl", is_flag=True, help="Print what the locks' user must be allowed, and ask no server.")
+@click.option("--acl", is_flag=True, help="Print the ACL lines for the user of the locks; ask no server.")
 @_as_json
 @click.pass_context
 def doctor(ctx: click.Context, strict: bool, acl: bool, as_json: bool) -> None:
     """Examine the lock server, the settings and the tasks.
 
-    Tries all that a lock needs, a take-over included. Each finding says what, why it matters, what to do.
+    Tries everything that a lock needs. Each finding says what was found, why it matters, and what to do.
     """
     if acl and (as_json or strict):
-        raise click.UsageError("--acl prints lines to copy, and examines nothing: give it alone")
+        raise click.UsageError("--acl only prints lines to copy: use it without other options")
     if acl:
         from celery_setnx.doctor.acl import acl_lines
 
@@ -403,7 +403,7 @@ def _picture(app: Celery, task: str | None, size: ConsoleDimensions) -> Text:
         found = sorted(find(app, task, stale=False, queued=False), key=worst_first)
     except REDIS_ERRORS as error:
         what = printable(f"{server(app)}: {type(error).__name__}: {error}")
-        return Text(f"{what}\nAsked again; Ctrl-C ends.", "red")
+        return Text(f"{what}\nTrying again; Ctrl-C ends.", "red")
     room = max(1, size.height - 3)
     shown = found[:room]
     heading, *lines = table(COLUMNS, list(map(cells, shown)), size.width)

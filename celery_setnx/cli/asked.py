@@ -83,7 +83,7 @@ def told(app: Celery, error: Exception) -> click.ClickException | None:
     if isinstance(error, SetnxError) and not isinstance(error, (LockRefused, LockUnavailable)):
         text = " ".join(str(error).split())
         if app.main == "default":
-            text = f"{sentence(text)} No app was given: celery -A app setnx ..."
+            text = f"{sentence(text)} No app was given: use celery -A app setnx ..."
         return click.ClickException(text)
     known = translated(prefix(app), error) if isinstance(error, REDIS_ERRORS) else error
     if not isinstance(known, (LockRefused, LockUnavailable)):
@@ -133,17 +133,19 @@ def sight(
     if target in app.tasks:
         return sight_call(app, app.tasks[target], arguments, args_json, kwargs_json)
     if arguments or args_json or kwargs_json:
-        raise click.UsageError(f"{target} is a key: give no ARGS" if "{" in target else unknown(app, target))
+        raise click.UsageError(
+            f"{target} is a key, so it takes no ARGS" if "{" in target else unknown(app, target)
+        )
     sighting = look_at(app, target)
     is_whole = "{" in target and target.endswith("}")
     if is_whole or sighting.holders or sighting.left:
         return Asked(sighting)
     if "{" in target:
         raise click.UsageError(
-            f"{target} is no whole key, and there is no lock of that name: a key ends with a brace, as "
-            "`celery setnx list --json` has it"
+            f"{target} is not a whole key, and no lock has that name: copy the key from "
+            "`celery setnx list --json`; it ends with a brace"
         )
-    raise click.UsageError(f"{unknown(app, target)} Nor is there a lock of that name.")
+    raise click.UsageError(f"{unknown(app, target)} No lock has that name either.")
 
 
 def sight_call(
@@ -168,10 +170,10 @@ def sight_call(
     other = look_at(app, other_key)
     if other_key == key or not (other.is_lock or other.mark):
         return Asked(sighting, about)
-    has = f"is held by {other.holder}" if other.holder else "is queued" if other.mark else "is waited for"
+    has = f"is held by {other.holder}" if other.holder else "is queued" if other.mark else "has calls in line"
     words = " ".join(map(shlex.quote, otherwise))
     meant = titled(task.name, other_about)
-    instead = f"But {meant} {has}: the number and the text are different keys. To ask about that: {words}"
+    instead = f"But {meant} {has}. The number and the text are different keys. To ask about that one: {words}"
     return Asked(sighting, about, instead)
 
 
@@ -213,7 +215,7 @@ def the_guard_of(task: Task) -> Guard:
     if refusal is not None:
         raise OptionError(refusal)
     if guard is None:
-        raise click.UsageError(f"{task.name} is neither a SingletonTask nor a @singleton: it has no lock")
+        raise click.UsageError(f"{task.name} has no lock: it has neither base=SingletonTask nor @singleton")
     return guard
 
 
@@ -251,10 +253,10 @@ def _json_option(name: str, text: str | None, kind: Callable[[], Any]) -> Any:
     try:
         value = kind() if text is None else json.loads(text)
     except ValueError as error:
-        raise click.BadParameter(f"{text} is no JSON: {error}", param_hint=name) from None
+        raise click.BadParameter(f"{text} is not JSON: {error}", param_hint=name) from None
     if type(value) is not kind:
-        what = "array" if kind is list else "object"
-        raise click.BadParameter(f"{text} is no JSON {what}", param_hint=name)
+        what = "an array" if kind is list else "an object"
+        raise click.BadParameter(f"{text} is not {what} in JSON", param_hint=name)
     return value
 
 

@@ -27,8 +27,8 @@ logger = Log("celery_setnx")
 
 _NOT_KNOWN = "Not released: its holder may still be running. Stop it first, or use --force."
 _NONE_KNOWN = (
-    "Not released: all holders may still be running. Stop them first, or use --force, which releases all; "
-    "one alone if it is named, such as {}."
+    "Not released: all holders may still be running. Stop them first, or use --force, which releases them "
+    "all. To release one of them, name it: {}."
 )
 
 
@@ -59,10 +59,13 @@ def release_lock(
     if not shown:
         raise _nothing_to_release(app, sighting, permit, instead)
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not _has_record(sighting):
-        raise click.UsageError(f"{sighting.key} is no lock of this app's tasks, and has no record beside it.")
+        raise click.UsageError(
+            f"{sighting.key} is not a lock of this app's tasks, and has no record: it may be another "
+            "program's."
+        )
     in_short = sighting.has_several and permit is None
     if in_short:
-        say(f"Of {sighting.key} {of_permits(sighting)} permits are held.")
+        say(f"{sighting.key}: {of_permits(sighting)} permits are held.")
     for one in shown:
         what = f"Permit {_number(one)}" if in_short else one.name
         say(f"{what} is held by {one.holder}.", f"  {until(one)}", f"  {fate(one.holder)}")
@@ -76,20 +79,23 @@ def release_lock(
     for one in released:
         say(f"Released {one.name}.")
     if released and goes_on:
-        say("Others wait in line; the first has its turn.")
+        say("Calls wait in line; the first of them is next.")
     names = [one.name for one in released]
     for one in chosen:
         if one.name not in names:
-            raise NotReleased(f"Not released: {one.name} has changed meanwhile, or is no text. Look again.")
+            raise NotReleased(
+                f"Not released: {one.name} has changed since it was shown, or its value is not text. Look "
+                "again."
+            )
 
 
 def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, instead: str) -> NotReleased:
     """That nobody has a lock, and what else there is of its key."""
     more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
     if sighting.done_by:
-        more += f" A call has succeeded and counts, as {sighting.done_by}: see release --done."
+        more += f" A call has succeeded, as {sighting.done_by}, and makes duplicates: see release --done."
     if sighting.is_paced:
-        more += f" Its pace allows no start ({of_starts(sighting)}): see release --starts."
+        more += f" Its rate allows no start ({of_starts(sighting)}): see release --starts."
     more += f" {instead}" if instead else ""
     name = sighting.key if permit is None else f"{sighting.key}#{permit}"
     return NotReleased(f"Nothing to release: {name} is free.{more}")
@@ -117,7 +123,7 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
         raise NotReleased(f"Nothing to free: no call of {task} is marked as queued.{hint}")
     are = "is" if len(shown) == 1 else "are"
     say(f"{many(len(shown), 'call')} of {task} {are} marked as queued, such as {shown[0].mark}.")
-    say("  A call that is queued after all runs all the same; it may only be published twice.")
+    say("  A call that is still queued runs all the same, but may be published a second time.")
     _say_who_shares(app, task)
     _ask("Free the marks?", "Not freed.", yes=yes)
     count = _dropped(app, [IfSame((mark_name(one.key),), (str(one.mark),)) for one in shown])
@@ -144,10 +150,10 @@ def forget_done_call(app: Celery, shown: Sighting, *, yes: bool) -> None:
     key = shown.key
     if shown.done is None:
         raise NotReleased(f"Nothing to forget: no call of {key} counts as done.")
-    counts = f"counts for {span(shown.done_counts_for_s)} more"
-    say(f"The call of {key} has succeeded, as {shown.done_by}, and {counts}.")
+    counts = f"equal calls are duplicates for {span(shown.done_counts_for_s)} more"
+    say(f"{key}: a call has succeeded, as {shown.done_by}; {counts}.")
     if not _forgotten(app, [shown], yes=yes):
-        raise NotReleased(f"Not forgotten: {key} has changed meanwhile. Look again.")
+        raise NotReleased(f"Not forgotten: {key} has changed since it was shown. Look again.")
     _set_up_logging(app)
     text = "%s, done as %s, was forgotten by hand, by %s."
     logger.warning(text, key, shown.done_by, _user(), extra=fields(task=shown.task, key=key))
@@ -160,18 +166,18 @@ def forget_starts_of(app: Celery, sighting: Sighting, *, yes: bool) -> None:
     if sighting.last_start is None:
         raise NotReleased(f"Nothing to forget: no start of {key} is noted.")
     say(f"Starts of {key}: {of_starts(sighting) or sighting.started}.")
-    say("  Without them as many calls may start at once as in a new window.")
+    say("  If you forget them, as many calls as the rate allows may start at once.")
     _ask("Forget them?", "Not forgotten.", yes=yes)
     forgotten = _noted(app, forget_starts(client_for(app), sighting), "start", key, "forgotten")
     say(f"Forgot {forgotten}.")
     if let_others_go_on(app, sighting):
-        say("Others wait in line; as many as may start have their turn.")
+        say("Calls wait in line; as many as the rate allows are next.")
 
 
 def _forgotten(app: Celery, shown: Sequence[Sighting], *, yes: bool) -> int:
     """Ask, and forget what is still what was shown: how many."""
     which = "it" if len(shown) == 1 else "them"
-    say(f"  Without {which} the next call is published, and runs.")
+    say(f"  If you forget {which}, the next call is published, and runs.")
     _ask(f"Forget {which}?", "Not forgotten.", yes=yes)
     return _dropped(app, [IfSame((done_name(one.key),), (str(one.done),)) for one in shown])
 
@@ -196,7 +202,7 @@ def _say_who_shares(app: Celery, task: str) -> None:
     """Say whose calls are shown as well, if other tasks share the scope."""
     others = also_under(app, task)
     if others:
-        say(f"  {', '.join(others)} share its scope: calls of theirs are among them.")
+        say(f"  {', '.join(others)} share its scope, so their calls are included.")
 
 
 def _noted(app: Celery, count: int, what: str, of: str, done: str) -> str:

@@ -26,11 +26,11 @@ MARK_COLUMNS = ("TASK", "LAPSES", "QUEUED TASK ID", "KEY")
 DONE_COLUMNS = ("TASK", "COUNTS", "TASK ID", "KEY")
 
 _ON_CONFLICT = {
-    "skip": "it would be skipped: it succeeds with its skip_result, and does nothing",
-    "retry": "it would come back after {first}, and then after up to {options.retry_delay_max:g} s each time",
-    "wait": "it would wait in line, at place {place}, and be woken when its turn has come",
-    "join": "it would wait in line, and end with the holder's result",
-    "raise": "it would fail with AlreadyRunning",
+    "skip": "would be skipped: it succeeds with its skip_result, and does nothing",
+    "retry": "would come back after {first}, and then after up to {options.retry_delay_max:g} s each time",
+    "wait": "would wait in line, at place {place}",
+    "join": "would wait in line, and get the holder's result",
+    "raise": "would fail with AlreadyRunning",
 }
 
 
@@ -137,7 +137,7 @@ def of_starts(sighting: Sighting) -> str:
     if not sighting.asked.starts:
         return ""
     next_start_s = _next_start_s(sighting)
-    then = "" if next_start_s is None else f"; the next may be in {span(next_start_s)}"
+    then = "" if next_start_s is None else f"; the next is allowed in {span(next_start_s)}"
     return f"{sighting.started} of {sighting.asked.pace}{then}"
 
 
@@ -242,7 +242,7 @@ def page(details: Mapping[str, Any], sighting: Sighting, about: str = "") -> Ite
     queued = f"queued as {sighting.mark}, lapses in {span(sighting.mark_ends_s)}" if sighting.mark else "-"
     yield f"mark      {queued}"
     if details["done"]:
-        yield f"done      as {details['done']}, counts for {span(details['done_counts_for_s'])} more"
+        yield f"done      as {details['done']}; duplicates for {span(details['done_counts_for_s'])} more"
     yield f"waiting   {sighting.waiting or '-'}"
     for waiter in details["line"]:
         yield f"          {waiter['place']}. {waiter['task_id']}, for {span(waiter['age_s'])}"
@@ -291,13 +291,14 @@ def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:
     """Why a call would not be published."""
     original = str(sighting.original)
     how = {
-        "queued": f"is queued, as {original}",
-        "running": f"runs already, as {original}",
-        "done": f"has succeeded, as {original}, and counts for {span(sighting.done_counts_for_s)} more",
+        "queued": f"is already queued, as {original}",
+        "running": f"is already running, as {original}",
+        "done": f"has succeeded, as {original}",
     }[str(sighting.duplicate)]
-    lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, unless it starts before."
+    lapses = f"Its mark lapses in {span(sighting.mark_ends_s)}, or when it starts."
     marked = [lapses] if sighting.duplicate == "queued" else []
-    because = f"the same call {how}; a new one would not be published."
+    lasts = f"for {span(sighting.done_counts_for_s)} more " if sighting.duplicate == "done" else ""
+    because = f"the same call {how}; {lasts}a new one would not be published."
     return [because, _duplicate(options, original), *marked, *_who(sighting, options.limit)]
 
 
@@ -309,25 +310,25 @@ def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
         return False, _paced(options, sighting)
     if word == "refused":
         record = permit_names(sighting.key, sighting.permit)[1]
-        because = f"{record} is no record of celery_setnx: each call fails with LockRefused."
-        return False, [because, "Delete it, if nobody needs it.", *who]
+        because = f"another program has written {record}: each call fails with LockRefused."
+        return False, [because, "If nobody needs that key, delete it.", *who]
     if word == "held":
         reasons = [_held(options, sighting), *who, _on_conflict(options, sighting)]
         if sighting.next_start is not None:
-            reasons.append(f"Nor does its pace allow a start: {of_starts(sighting)}.")
+            reasons.append(f"Its rate allows no start either: {of_starts(sighting)}.")
         return False, reasons
     holder, lock = ("the holder", "lock") if options.limit == 1 else ("a holder", "permit")
     if found is None and sighting.holders:
         because = f"a permit is free ({len(sighting.holders)} of {options.limit} held)."
         return word != "line", [because, *(in_line or who)]
     if found is None:
-        return word != "line", ["nothing holds its lock.", *in_line]
+        return word != "line", ["its lock is free.", *in_line]
     if word == "line":
-        return False, [f"{holder}'s lease ended; the first in line takes its {lock} over.", *in_line]
+        return False, [f"{holder}'s lease ended; the first call in line takes over its {lock}.", *in_line]
     if not found.has_ended(sighting.server_time):
         return True, [_dead(options, found), *who, "Workers on other hosts wait until its lease ends."]
     late = span(sighting.server_time - (found.deadline or 0.0))
-    return True, [f"{holder}'s lease ended {late} ago; the call takes its {lock} over.", *who]
+    return True, [f"{holder}'s lease ended {late} ago; the call takes over its {lock}.", *who]
 
 
 def _paced(options: Options, sighting: Sighting) -> list[str]:
@@ -335,7 +336,7 @@ def _paced(options: Options, sighting: Sighting) -> list[str]:
     next_start_s, starts = _next_start_s(sighting), f"{sighting.started} of {sighting.asked.pace}"
     before = [f"{many(sighting.waiting, 'call')} in line before it."] if sighting.waiting else []
     return [
-        f"its pace allows the next start in {span(next_start_s)} (starts: {starts}).",
+        f"its rate allows the next start in {span(next_start_s)} (starts: {starts}).",
         *before,
         _on_conflict(options, sighting, next_start_s),
     ]
@@ -348,14 +349,14 @@ def _held(options: Options, sighting: Sighting) -> str:
         return "its lock is held."
     deadline = found.deadline if found else None
     left = None if deadline is None else deadline - sighting.server_time
-    ends = "none of them ends" if left is None else f"the first ends in {span(left)}"
-    return f"{len(sighting.holders)} of {options.limit} held; {ends}."
+    ends = "none of them ever ends" if left is None else f"the first lease ends in {span(left)}"
+    return f"{len(sighting.holders)} of {options.limit} permits are held; {ends}."
 
 
 def _dead(options: Options, holder: Holder) -> str:
     """That a holder is dead, and who may see that."""
     if options.limit == 1:
-        return "its holder is dead; a worker on this host takes the lock over at once."
+        return "its holder is dead; a worker on this host takes over the lock at once."
     return f"the holder of permit {holder.permit} is dead; a worker on this host takes it over at once."
 
 
@@ -367,8 +368,8 @@ def fate(holder: Holder | None) -> str:
     found = fate_of(holder.info)
     if found == "unknown":
         return (
-            f"Its process is pid {pid} on {host}, which cannot be looked at from here; if it is dead, its "
-            "lease ends the lock."
+            f"Its process is pid {pid} on {host}, which cannot be checked from this host. If it is dead, the "
+            "lock is free when its lease ends."
         )
     return f"Its process, pid {pid} on this host, is {found}."
 
@@ -379,16 +380,16 @@ def until(sighting: Sighting) -> str:
     if holder is None:
         return "It is free."
     if remaining_s is None:
-        return "Its value is not a time, so it never ends by itself."
+        return "It never ends by itself, because its value is not a time."
     if remaining_s <= 0:
         return f"Its deadline passed {span(-remaining_s)} ago."
     left = span(remaining_s)
     return {
         "running": f"Its lease ends in {left}, unless the holder renews it.",
-        "resting": f"It rests for {left} more (at_least_for); nobody runs.",
-        "held_for_retry": f"It is kept for the holder's own retry, for {left} at most.",
-        "handed": f"It is kept for the first in line, for {left} at most.",
-        "failed": f"Its holder has failed, and gives it back; in {left} at the latest it is free.",
+        "resting": f"Its task has ended; the lock is kept for {left} more (at_least_for).",
+        "held_for_retry": f"It is kept for the task's own retry, for {left} at most.",
+        "handed": f"It is kept for the first call in line, for {left} at most.",
+        "failed": f"Its task has failed, and is giving the lock back; it is free in {left} at the latest.",
     }.get(holder.state, f"It ends in {left}.")
 
 
@@ -443,7 +444,7 @@ def _who(sighting: Sighting, limit: int = 1) -> list[str]:
     if limit > 1:
         each = sorted(sighting.of_each(), key=_ends)
         more = len(each) - _SHOWN
-        others = [f"{many(more, 'more holder')}: celery setnx show."] if more > 0 else []
+        others = [f"{many(more, 'more holder')}: see celery setnx show."] if more > 0 else []
         stop = _stop("one", "ID") if any(map(_may_be_stopped, each)) else []
         return [*map(_who_in_short, each[:_SHOWN]), *others, *stop, *line]
     since = f" ({span(sighting.age_s)} ago)" if sighting.age_s is not None else ""
@@ -460,7 +461,7 @@ def _may_be_stopped(sighting: Sighting) -> bool:
 def _stop(which: str, task_id: str) -> list[str]:
     """How to end a body that hangs: the command in a line of its own, to be copied."""
     return [
-        f"If it hangs, stop {which}; its prefork worker then frees the lock:",
+        f"If {which} hangs, stop it; its prefork worker then frees the lock:",
         f"  celery -A APP control terminate KILL {shlex.quote(task_id)}",
     ]
 
@@ -487,19 +488,19 @@ def _deploy(sighting: Sighting, options: Options) -> Iterator[str]:
     limit, terms, others = options.limit, options.terms, sighting.terms
     beyond = len(sighting.holders) - len(sighting.within.holders)
     if beyond:
-        yield f"Held beyond the limit of {limit}: {many(beyond, 'permit')}. They keep no call out."
+        yield f"Held beyond the limit of {limit}: {many(beyond, 'permit')}. They block no call."
     if not (sighting.holders or sighting.waiting or sighting.last_start):
         return
     if others.limit != limit:
         yield (
-            f"The limit is {limit} for this app, and {others.limit} for who used the lock last: a deploy, "
-            "or tasks that share the scope under different limits."
+            f"This app's limit is {limit}, but the last client of the lock had {others.limit}: a deploy is "
+            "under way, or tasks share the scope with different limits."
         )
     if others[1:] != terms[1:]:
         own, other = (of.pace if of.starts else "none" for of in (terms, others))
         yield (
-            f"The rate is {own} for this app, and {other} for who used the lock last: a deploy, or tasks "
-            "that share the scope under different rates."
+            f"This app's rate is {own}, but the last client of the lock had {other}: a deploy is under way, "
+            "or tasks share the scope with different rates."
         )
 
 
@@ -516,7 +517,7 @@ def _on_conflict(options: Options, sighting: Sighting, in_s: float | None = None
     """What becomes of a call that meets this lock; `in_s`: seconds until the next start, if it is paced."""
     policy = options.on_conflict
     if callable(policy):
-        return f"A call now: its on_conflict, {_name(policy)}, decides."
+        return f"A call now would do what its on_conflict decides: {_name(policy)}."
     also = ""
     if policy == "auto" and options.may_wait:
         policy = "wait"
@@ -526,7 +527,7 @@ def _on_conflict(options: Options, sighting: Sighting, in_s: float | None = None
         also = f"; after {options.max_wait:g} s it fails with LockTimeout"
     first = f"{options.retry_delay:g} s" if options.retry_delay >= (in_s or 0.0) else span(in_s)
     text = _ON_CONFLICT[policy].format(options=options, place=sighting.waiting + 1, first=first)
-    return f"A call now: {text}{also} (on_conflict={options.on_conflict!r})."
+    return f"A call now {text}{also} (on_conflict={options.on_conflict!r})."
 
 
 def _name(function: Any) -> str:

@@ -50,6 +50,6 @@ def _unchecked(error: Exception) -> CheckMessage:
     return Warning(
         f"The options of guarded tasks were not checked: the tasks cannot be imported here "
         f"({type(error).__name__}: {error}).",
-        hint="Mend the module that raises this: a worker, which imports the tasks as well, would not start.",
+        hint="Fix the module that raises this: a worker, which imports the tasks as well, would not start.",
         id="celery_setnx.W001",
     )

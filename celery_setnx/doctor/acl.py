@@ -39,7 +39,7 @@ def acl_lines(app: Celery) -> Iterator[str]:
     ]
     login = [] if known else ["on", ">PASSWORD"]
     yield _line(user, *login, *keys, *_allowed(commands))
-    yield "# For those who also use list, watch, release --queued and doctor:"
+    yield "# Also needed for list, watch, release --queued and doctor:"
     yield _line(user, *_allowed([*(c for c in OF_OPERATORS if c not in commands), *_OF_DOCTOR]))
 
 

@@ -33,7 +33,7 @@ class Finding:
     Attributes:
         level: `ok`, `note` (fine, and there is something to do), `warning`, or `error`: locks do not hold,
             or a task cannot work.
-        subject: What was looked at; docs/doctor.md lists all.
+        subject: What was looked at; docs/cli.md lists all.
         what: What was found.
         why: Why it matters. Defaults to nothing.
         do: What to do. Defaults to nothing.
@@ -83,7 +83,7 @@ def check_tasks(app: Celery) -> list[Finding]:
             warn(
                 "eager",
                 "task_always_eager is on.",
-                "Calls run in the caller's process, and no lock is taken.",
+                "Calls run in the caller's process, without a lock.",
                 "Turn it off outside tests.",
             )
         )
@@ -91,13 +91,13 @@ def check_tasks(app: Celery) -> list[Finding]:
     found += _limit_findings(guarded)
     found += _rates_findings(guarded)
     if guarded:
-        return found or [ok("tasks", f"Guarded tasks: {len(guarded)}; their options go together.")]
+        return found or [ok("tasks", f"Guarded tasks: {len(guarded)}; their options fit together.")]
     return found or [
         warn(
             "tasks",
             "The app has no guarded task.",
-            "None has base=SingletonTask or @singleton, or their modules are not imported.",
-            "Name them in the app's imports or include, or call app.autodiscover_tasks().",
+            "No task has base=SingletonTask or @singleton, or their modules are not imported.",
+            "Add the modules to the app's imports or include, or call app.autodiscover_tasks().",
         )
     ]
 
@@ -107,7 +107,7 @@ def refused(error: SetnxError) -> Finding:
     return fail(
         "options",
         sentence(error),
-        "Workers of this app do not start, and each call of the task raises this.",
+        "Workers of this app do not start, and each call of the task raises this error.",
         "Do as the message says.",
     )
 
@@ -136,12 +136,12 @@ def _lock_server_findings(app: Celery) -> Iterator[Finding]:
 def _unread_findings(app: Celery) -> Iterator[Finding]:
     """What nobody reads, and may be meant for us."""
     for written, do in unread_settings(app):
-        yield warn("unread", f"The setting {written} is not read.", do=do)
+        yield warn("unread", f"The setting {written} has no effect.", do=do)
     for task in _tasks(app):
         is_guarded = guard_of(task) is not None
         is_refused = isinstance(task, SingletonTask) and not is_guarded
         for what, do in () if is_refused else unread_of_task(task, is_guarded=is_guarded):
-            yield warn("unread", f"{task.name} has {what}, which nobody reads.", do=do)
+            yield warn("unread", f"{task.name} has {what}, which has no effect.", do=do)
 
 
 def _tasks(app: Celery) -> list[Task]:
@@ -159,8 +159,8 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
     if next(iter(guard.signature.parameters), None) == "self":
         yield warn(
             "bind",
-            f"{task.name} has a first parameter self, and is declared without bind=True.",
-            "Then self is an argument that callers must give, and a part of the key.",
+            f"{task.name} has a first parameter self, but no bind=True.",
+            "So callers must pass self, and it is a part of the key.",
             "Add bind=True, or rename the parameter.",
         )
     timeout_s = guard.settings.timeout
@@ -168,7 +168,8 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
         yield warn(
             "lease",
             f"{task.name} has a lease of {lease:g} s.",
-            f"A renewal whose reply is lost takes {timeout_s:g} s (setnx_timeout) more, and comes too late.",
+            f"If one reply of Redis is lost, the renewal takes {timeout_s:g} s (setnx_timeout) longer and "
+            "may come too late: the lock is lost while the task runs.",
             f"Use {2 * timeout_s:g} s or more; 30 is the default.",
         )
     if lease > _LONG_LEASE_S:
@@ -176,13 +177,13 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
             "lease",
             f"{task.name} has a lease of {lease:g} s.",
             "When its worker's host dies, its key stays locked for that long.",
-            "It is renewed while the task runs and need not be as long as a run: leave it at 30 s.",
+            "The lease is renewed while the task runs, and need not be as long as a run: leave it at 30 s.",
         )
     if at_most_for is not None and run_s > at_most_for + lease:
         yield warn(
             "at_most_for",
             f"{task.name} may run for {run_s:g} s; its lock is renewed for {at_most_for:g} s (at_most_for).",
-            "After that another may run beside it.",
+            "After that a second call may run at the same time.",
             "Set the task's time_limit to at_most_for or less.",
         )
 
@@ -195,12 +196,12 @@ def _queue_findings(app: Celery, task: Task) -> Iterator[Finding]:
     except Exception:  # noqa: BLE001 - a router of the app's own, which wants the arguments
         return
     if is_copied:
-        alone = "A copy that meets a held lock comes back to its own worker, and runs later, or is dropped."
-        lost = "On this broker no copy can wait: it is dropped, or fails if another call has the lock."
+        alone = "A copy that finds the lock held comes back to its own worker, and runs later or is dropped."
+        lost = "On this broker a copy cannot wait: it is dropped, or fails if another call has the lock."
         yield warn(
             "queue",
             f"{task.name} is sent to {queue}, a queue of a fanout exchange (Broadcast).",
-            f"All copies have one key, and run one at a time. {alone if is_reached_alone else lost}",
+            f"Each worker gets a copy, and all copies have one key. {alone if is_reached_alone else lost}",
             "Route it to another queue.",
         )
 
@@ -212,33 +213,33 @@ def _redelivery_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Find
         return
     again = f"the broker delivers again after {visibility_s:g} s."
     if task.acks_late and run_s > visibility_s:
-        second = "is dropped if the first succeeds" if _ends_are_told(task) else "runs again after the first"
+        second = "is dropped if the first succeeds" if _ends_are_told(task) else "runs after the first"
         yield warn(
             "visibility",
             f"{task.name} has acks_late and may run for {run_s:g} s; {again}",
             f"The second delivery waits for the first, and {second}.",
-            "Raise broker_transport_options visibility_timeout above the time limit.",
+            "Set visibility_timeout in broker_transport_options to more than the time limit.",
         )
     if (task.default_retry_delay or 0) > visibility_s:
         yield warn(
             "visibility",
             f"{task.name} has a default_retry_delay of {task.default_retry_delay:g} s; {again}",
-            "A retry is delivered several times before it is due. The first delivery runs, and the others "
+            "A retry is delivered several times before it is due. The first delivery runs; the others "
             + ("are dropped if it succeeds." if _ends_are_told(task) else "run after it."),
-            "Raise broker_transport_options visibility_timeout, or retry sooner.",
+            "Raise visibility_timeout in broker_transport_options, or retry sooner.",
         )
     elif (longest_s := options.retry_delay_max) > visibility_s / 4 and _is_set(guard, "retry_delay_max"):
         yield warn(
             "visibility",
             f"{task.name} has a retry_delay_max of {longest_s:g} s; it is cut to {visibility_s / 4:g} s.",
             "A message that is delayed for longer than the broker's visibility timeout is delivered twice.",
-            "Lower retry_delay_max, or raise broker_transport_options visibility_timeout.",
+            "Lower retry_delay_max, or raise visibility_timeout in broker_transport_options.",
         )
     if options.dedupe and options.queue_lease < visibility_s:
         yield warn(
             "queue_lease",
             f"{task.name} has a queue_lease of {options.queue_lease:g} s; {again}",
-            "When a worker dies, its calls come back that late; by then their marks have lapsed.",
+            "When a worker dies, its calls come back only after that; their marks have lapsed by then.",
             "Set queue_lease to the visibility timeout or more.",
         )
 
@@ -248,9 +249,9 @@ def _end_findings(task: Task) -> Iterator[Finding]:
     if task.acks_late and not _ends_are_told(task):
         yield warn(
             "redelivery",
-            f"{task.name} has acks_late and no stored result, and is no SingletonTask.",
-            "When its message is delivered again, nothing tells that it has succeeded: it runs twice.",
-            "Add base=SingletonTask; or store its results, for longer than the visibility timeout.",
+            f"{task.name} has acks_late, but no stored result and no base=SingletonTask.",
+            "When its message is redelivered, the worker cannot tell that it has succeeded: it runs twice.",
+            "Add base=SingletonTask, or store its results for longer than the visibility timeout.",
         )
 
 
@@ -274,16 +275,16 @@ def _waiting_findings(task: Task, guard: Guard) -> Iterator[Finding]:
         yield warn(
             "useless",
             f"{task.name} has options without effect: {', '.join(useless)}.",
-            "They matter only to a call that brings what they need in its own apply_async(singleton=...).",
-            "Remove them, or set what they go with.",
+            "They matter only to calls that set the other options in apply_async(singleton=...).",
+            "Remove them, or set the options that they need.",
         )
     if task.serializer == "pickle" and guard.options.may_wait and not callable(guard.options.on_conflict):
         yield warn(
             "pickle",
             f"{task.name} may wait in line, and its calls are pickled.",
-            "A line holds no pickles, as who can write there could have code run: a call that meets a held "
-            "lock polls instead, as with on_conflict='retry'.",
-            "Give it another serializer, or on_conflict='retry'.",
+            "A line in Redis holds no pickles, because they could run code. A call that finds the lock held "
+            "polls instead, as with on_conflict='retry'.",
+            "Use another serializer, or on_conflict='retry'.",
         )
 
 
@@ -297,14 +298,14 @@ def _done_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
         yield note(
             "dedupe_for",
             f"{counts}, and its results are not stored.",
-            "Who publishes a duplicate gets the first call's id, and no result.",
-            "Nothing, if nobody asks for it; else store the results.",
+            "A duplicate gets the first call's id, but no result.",
+            "If you need the result, store it.",
         )
     elif kept_s and kept_s < dedupe_for:
         yield warn(
             "dedupe_for",
             f"{counts}; results are kept for {kept_s:g} s (result_expires).",
-            "A duplicate gets the first call's result. Once that has expired it is PENDING for ever.",
+            "A duplicate gets the first call's result. When that has expired, it stays PENDING for ever.",
             "Set result_expires to dedupe_for or more.",
         )
 
@@ -333,9 +334,9 @@ def _limit_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:
         yield warn(
             "limit",
             f"Tasks share the scope {scope!r} under different limits: {told}.",
-            "They share the permits of a key, and each goes by its own limit: up to "
-            f"{max(each.limit for each in terms)} run at a time, and a call that knows of fewer waits for "
-            "the first.",
+            "They share the permits of a key, but each uses its own limit: up to "
+            f"{max(each.limit for each in terms)} run at a time, and a call with a lower limit waits for the "
+            "first permits.",
             "Give them the same limit, or scopes of their own.",
         )
 
@@ -350,8 +351,8 @@ def _rates_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:
         yield warn(
             "rate",
             f"Tasks share the scope {scope!r} under different rates: {told}.",
-            "They share the starts of a key, and each call goes by its own rate: one without starts at once, "
-            "and counts for nobody.",
+            "They share the starts of a key, but each call uses its own rate: a call without a rate starts "
+            "at once, and is not counted.",
             "Give them the same rate, or scopes of their own.",
         )
 
@@ -380,25 +381,25 @@ def _rate_findings(task: Task, guard: Guard) -> Iterator[Finding]:
         yield warn(
             "rate",
             f"{task.name} has a rate of {terms.pace}, and at_least_for={at_least_for:g}.",
-            f"Each permit is kept for that long: no more than {most} calls start in {terms.period_s:.12g} s, "
-            "and the rate has no effect.",
+            f"Each permit is kept that long, so at most {most} calls start in {terms.period_s:.12g} s, and "
+            "the rate has no effect.",
             "Remove the rate, lower at_least_for, or raise the limit.",
         )
     if (max_wait := options.max_wait) is not None and _waits(options) and max_wait < terms.period_s:
         yield note(
             "rate",
             f"{task.name} has a rate of {terms.pace}, and a max_wait of {max_wait:g} s.",
-            f"The next start may be as late as {terms.period_s:.12g} s after the last: a call that waits for "
-            f"it for more than {max_wait:g} s fails with LockTimeout.",
-            "Nothing, if such calls are to fail; else set max_wait to the period or more.",
+            f"The next start may be {terms.period_s:.12g} s after the last one: a call that waits for more "
+            f"than {max_wait:g} s fails with LockTimeout.",
+            "If such calls should not fail, set max_wait to the period or more.",
         )
     if task.rate_limit:
         yield note(
             "rate",
             f"{task.name} has a rate of {terms.pace}, and Celery's rate_limit of {task.rate_limit}.",
-            "The rate is that of a key, over all workers. rate_limit is that of the task in each worker by "
-            "itself, whatever the key, and holds back calls before they ask for their lock.",
-            "Remove rate_limit, unless each worker is to go slow as well.",
+            "The rate is per key, across all workers. rate_limit is per worker, for all keys together, and "
+            "delays calls before they ask for their lock.",
+            "Remove rate_limit, unless you want to slow down each worker as well.",
         )
 
 
@@ -417,7 +418,8 @@ def _scope_findings(guarded: list[tuple[Task, Guard]]) -> Iterator[Finding]:
         if len(set(of_task.values())) > 1:
             yield warn(
                 "scope",
-                f"{', '.join(of_task)} share the scope {scope!r}, but not what their keys are made of.",
+                f"{', '.join(of_task)} share the scope {scope!r}, but their keys are made of different "
+                "things.",
                 "Their keys are never equal, so these tasks do not exclude each other.",
                 "Give them the same key option: a parameter that all of them have, or key=().",
             )

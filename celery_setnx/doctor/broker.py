@@ -33,7 +33,7 @@ def courier_findings(app: Celery) -> Iterator[Finding]:
                 yield note("couriers", what, "Whether it keeps the couriers of waiting calls is not known.")
             return
     yield ok(
-        "couriers", f"The broker keeps the couriers of waiting calls, in queues beside {', '.join(names)}."
+        "couriers", f"The broker keeps the couriers of waiting calls, in queues next to {', '.join(names)}."
     )
 
 
@@ -44,8 +44,8 @@ def _refused(app: Celery, names: list[str], queue: str, error: Exception) -> Fin
     return warn(
         "couriers",
         f"The broker refuses the queue {queue}: {sentence(error)}",
-        "Couriers of waiting calls are then held by workers. A worker that reads a quorum queue has a static "
-        "prefetch, and stops when it holds as many couriers as it prefetches.",
+        "So workers hold the couriers of waiting calls. A worker on a quorum queue stops when it holds as "
+        "many couriers as it prefetches.",
         f"On the virtual host {vhost}, let the user {user} configure and read {shlex.quote(rights)}, "
         "and write amq.default (rabbitmqctl set_permissions).",
     )

@@ -27,7 +27,7 @@ class Hole(NamedTuple):
 HOLES = (
     Hole(
         "CVE-2025-49844, CVE-2025-46817, CVE-2025-46818, CVE-2025-46819",
-        "Whoever may run EVAL there can crash it, act as another of its users, or run code on its host.",
+        "A user who may run EVAL there can crash it, act as another user, or run code on its host.",
         {
             "Redis": ((6, 2, 20), (7, 2, 11), (7, 4, 6), (8, 0, 4), (8, 2, 2)),
             "Valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
@@ -35,13 +35,13 @@ HOLES = (
     ),
     Hole(
         "CVE-2025-67733",
-        "Whoever may run EVAL there can forge replies to others that use the same connection.",
+        "A user who may run EVAL there can forge replies to others on the same connection.",
         {"Valkey": ((7, 2, 12), (8, 0, 7), (8, 1, 6), (9, 0, 3))},
     ),
     Hole(
         "CVE-2026-23631",
-        "Whoever may run EVAL on a replica that takes writes, or may make it such a one, can crash it or run "
-        "code on its host.",
+        "A user who may run EVAL on a writable replica, or make a replica writable, can crash it or run code "
+        "on its host.",
         {
             "Redis": ((7, 2, 14), (7, 4, 9), (8, 2, 6), (8, 4, 3), (8, 6, 3)),
             "Valkey": ((7, 2, 13), (8, 0, 9), (8, 1, 7), (9, 0, 4)),

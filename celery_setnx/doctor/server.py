@@ -104,7 +104,7 @@ def _locks(client: Any, own: Settings) -> Iterator[Finding]:
             "commands",
             f"The locks cannot be listed: {sentence(error)}",
             "`celery setnx list`, `watch` and `release --queued` need SCAN, MGET, TYPE, PTTL and ZCOUNT.",
-            "Grant them to the user that operators use. Tasks do without.",
+            "Grant these commands to the user that operators use. Tasks do not need them.",
         )
 
 
@@ -125,9 +125,9 @@ def _no_answer(who: str, error: Exception) -> Finding:
     return fail(
         "connection",
         f"{who} does not answer: {said}",
-        "Until it does, its locks cannot be acquired, and tasks do as their on_redis_error says.",
+        "Until it answers, no lock can be acquired there, and tasks do as their on_redis_error says.",
         known.remedy
-        or "Check that the server runs, and the setting's host, port and TLS (rediss://, or redis://).",
+        or "Check that the server runs, and the host, port and TLS of the setting (rediss://, or redis://).",
     )
 
 
@@ -137,7 +137,7 @@ def _master(server: Any) -> str:
     if not hasattr(pool, "sentinel_manager"):
         return ""
     host, port = pool.get_master_address()
-    return f", whose Sentinels name {host}:{port} as master of {pool.service_name}"
+    return f"; the Sentinels name {host}:{port} as master of {pool.service_name}"
 
 
 def _shared_with_broker(app: Celery, url: str) -> Iterator[Finding]:
@@ -145,8 +145,8 @@ def _shared_with_broker(app: Celery, url: str) -> Iterator[Finding]:
         yield note(
             "broker",
             "Locks and the broker's queues share one database.",
-            "A FLUSHDB frees every lock, and a long backlog fills the memory that locks need.",
-            "Give locks a database of their own, better a server: setnx_url.",
+            "FLUSHDB frees every lock, and a long backlog fills the memory that locks need.",
+            "Give locks their own database or, better, their own server: setnx_url.",
         )
 
 
@@ -161,9 +161,9 @@ def _facts(name: str, server: Any, where: str, *, in_cluster: bool) -> Iterator[
     if info is None:
         yield warn(
             "server",
-            f"{name}: not known, because INFO is forbidden.",
-            "Its version, eviction policy, memory, persistence and replication were not looked at.",
-            "Grant INFO and CONFIG GET to this user, or examine with another's setnx_url.",
+            f"{name} forbids INFO.",
+            "Its version, eviction policy, memory, persistence and replication are not known.",
+            "Grant INFO and CONFIG GET to this user, or run doctor with another user in setnx_url.",
         )
         return
     yield _version(name, info)
@@ -204,10 +204,10 @@ def _holes(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
         closed_in = [".".join(map(str, release)) for release in hole.closed_in[product]]
         yield warn(
             "security",
-            f"{name} is {product} {version}, whose Lua has known holes: {hole.names}.",
+            f"{name} is {product} {version}. Its Lua has known security holes: {hole.names}.",
             hole.why,
-            f"Upgrade to {', '.join(closed_in)} or later, unless whoever packages or hosts it has closed "
-            "them under this version.",
+            f"Upgrade to {', '.join(closed_in)} or later, unless your distribution or host has patched this "
+            "version.",
         )
 
 
@@ -215,7 +215,7 @@ def _eviction(name: str, info: Mapping[str, Any]) -> Finding:
     policy = info.get("maxmemory_policy", "noeviction")
     if policy == "noeviction":
         return ok("eviction", f"{name} evicts nothing (maxmemory-policy noeviction).")
-    why = "A full server then deletes locks of running tasks, and others start beside them."
+    why = "A full server then deletes locks of running tasks, and duplicates run."
     do = "Set maxmemory-policy noeviction, or point setnx_url at a server that has it."
     if info.get("maxmemory"):
         return fail("eviction", f"{name} evicts keys when it is full (maxmemory-policy {policy}).", why, do)
@@ -231,7 +231,7 @@ def _memory(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
             "memory",
             f"{name} uses {used / most:.0%} of its maxmemory of {most / 2**20:.0f} MiB.",
             "A full server renews and releases locks, but grants no new one.",
-            "Raise maxmemory, or give locks a server of their own: setnx_url.",
+            "Raise maxmemory, or give locks their own server: setnx_url.",
         )
 
 
@@ -240,28 +240,28 @@ def _clients(name: str, info: Mapping[str, Any]) -> Iterator[Finding]:
     if most and known > _NEARLY_FULL * most:
         yield warn(
             "clients",
-            f"{name} has {known} connections of the {most} that it allows (maxclients).",
-            "It refuses more: a process that connects then cannot lock, and does as on_redis_error says.",
-            "Raise maxclients, and its host's limit of open files; docs/how-it-works.md: what workers need.",
+            f"{name} has {known} of at most {most} connections (maxclients).",
+            "A process that connects when there is no room cannot lock, and does as its on_redis_error says.",
+            "Raise maxclients, and its host's limit of open files; see docs/how-it-works.md#connections.",
         )
 
 
 def _persistence(name: str, info: Mapping[str, Any], server: Any) -> Finding:
-    do = "Set appendonly yes and appendfsync everysec; or accept it, and let resources check the fence."
+    do = "Set appendonly yes and appendfsync everysec; or accept the risk, and let resources check the fence."
     if not info.get("aof_enabled"):
         save = _config(server, "save")
         forgets = "all locks" if save == "" else "the locks since its last snapshot, or all"
         return warn(
             "persistence",
             f"{name} keeps no log of its writes (appendonly no{'' if save is None else f', save {save!r}'}).",
-            f"A restart forgets {forgets}, while the holders run on: others may start beside them.",
+            f"A restart forgets {forgets}, while their holders still run: duplicates may run.",
             do,
         )
     fsync = _config(server, "appendfsync")
     if fsync == "no":
         return warn(
             "persistence",
-            f"{name} leaves it to its host when its log is written to disk (appendfsync no).",
+            f"{name} lets its host decide when to write its log to disk (appendfsync no).",
             "When the host dies, the locks of the last half minute may be forgotten.",
             do,
         )
@@ -277,7 +277,7 @@ def _replication(name: str, info: Mapping[str, Any], server: Any) -> Finding:
         return fail(
             "replication",
             f"{name} is a replica of {master}.",
-            "A replica refuses locks, or forgets them when it is synchronized.",
+            "A replica refuses locks, or forgets them when it synchronizes.",
             "Point setnx_url at the master, or at the Sentinels that name it.",
         )
     replicas = info.get("connected_slaves", 0)
@@ -300,9 +300,9 @@ def _cluster(name: str, server: Any, *, in_cluster: bool) -> Finding:
     if not in_cluster:
         return fail(
             "cluster",
-            f"{name} is a node of a cluster, and is used as a single server.",
-            "It refuses every lock whose slot is another node's.",
-            'Write the scheme as "redis+cluster://" in setnx_url.',
+            f"{name} is a node of a cluster, but is used as a single server.",
+            "It refuses every lock in a slot of another node.",
+            "Use the scheme redis+cluster:// in setnx_url.",
         )
     reply = str(
         _asked(partial(server.execute_command, "CLUSTER INFO")) or "not known: CLUSTER INFO is forbidden"
@@ -311,8 +311,8 @@ def _cluster(name: str, server: Any, *, in_cluster: bool) -> Finding:
         return fail(
             "cluster",
             f"{name} says that the cluster is down (cluster_state fail).",
-            "Locks in the slots that nobody serves cannot be acquired.",
-            "Look at CLUSTER NODES and bring the missing primaries back.",
+            "Locks in slots without a primary cannot be acquired.",
+            "Look at CLUSTER NODES, and bring the missing primaries back.",
         )
     return ok("cluster", f"{name} says that the cluster is up.")
 
@@ -336,8 +336,8 @@ def _clock(name: str, round_trip_s: float, ahead_s: float) -> Finding:
     return warn(
         "clock",
         what,
-        "Locks go by the server's clock alone; eta, beat and classic clients go by their host's.",
-        "Run an NTP client on both.",
+        "Locks use only the server's clock, but eta, beat and classic clients use their host's.",
+        "Run NTP on both.",
     )
 
 
@@ -353,17 +353,17 @@ def _permissions(client: Any, prefix: str) -> Iterator[Finding]:
             try_lock(client, name)
         except LockRefused as error:
             failed = True
-            yield fail("permissions", str(error), "No task whose lock is there can run.")
+            yield fail("permissions", str(error), "No task can run that has its lock there.")
         except (LockUnavailable, LockLost) as error:
             failed = True
             yield fail(
                 "permissions",
-                f"A lock was tried, and failed. {sentence(error)}",
+                f"The trial of a lock failed. {sentence(error)}",
                 "Until it succeeds, tasks do as their on_redis_error says.",
                 "Look at the server's log.",
             )
     if not failed:
-        yield ok("permissions", "All that a lock needs was tried, a take-over included, and is allowed.")
+        yield ok("permissions", "Everything that a lock needs was tried, and works.")
 
 
 def _redeliveries(app: Celery) -> Iterator[Finding]:
@@ -372,10 +372,10 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
     if late:
         yield note(
             "visibility",
-            f"The broker delivers again what runs for more than {limit_s:g} s with acks_late: "
+            f"The broker redelivers calls with acks_late that run for more than {limit_s:g} s: "
             f"{', '.join(late[:3])}{', ...' if len(late) > 3 else ''}.",
             "The second delivery waits for the first, and is dropped if that succeeds.",
-            "Keep runs shorter than broker_transport_options visibility_timeout, or raise it.",
+            "Keep runs shorter than visibility_timeout in broker_transport_options, or raise that.",
         )
 
 
@@ -409,8 +409,8 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
         yield warn(
             "locks",
             f"Locks that expired unreleased: {len(dead)}; the first was {oldest.name} of {oldest.holder}.",
-            "Their holders died. Nobody is kept out: the next call of such a key takes the lock over.",
-            "See `celery setnx list --stale`, and what the workers' logs say of their deaths.",
+            "Their holders died. They block no call: the next call of such a key takes over the lock.",
+            "See `celery setnx list --stale`, and look in the workers' logs for the reason.",
         )
     if old:
         yield _old(old)
@@ -423,8 +423,7 @@ def _foreign(one: Sighting, seen: Sighting) -> Finding:
     return fail(
         "foreign",
         f"{one.name} is held by {one.holder}.",
-        f"No task {'has this permit' if seen.has_several else 'with this key will run'} before somebody "
-        "deletes it.",
+        f"No call {'gets this permit' if seen.has_several else 'with this key runs'} until it is deleted.",
         f"If nobody needs it: celery setnx release --force {shlex.quote(one.name)}",
     )
 
@@ -444,7 +443,7 @@ def _old(old: list[Sighting]) -> Finding:
         "locks",
         f"Locks held by one run for {_OLD_S / 3600:g} h or more: {len(old)}; the oldest is {oldest.name} of "
         f"{oldest.holder}.",
-        "A hung task keeps its lock, because its process is alive and renews it.",
+        "A task that hangs keeps its lock, because its process is alive and renews it.",
         "See `celery setnx list --older 1h`, and give the task a time_limit. To stop one that hangs: "
         f"celery -A APP control terminate KILL {shlex.quote(task_id or 'ID')}",
     )
@@ -455,7 +454,7 @@ def _marks(count: int, lapses_s: float) -> Finding:
     return note(
         "marks",
         f"Calls marked as queued: {count}; the last mark lapses in {lapses_s:.0f} s.",
-        "A mark cannot tell whether its message is still with the broker; after a purge it is not.",
+        "A mark stays after a purge, though its message is gone, and makes new calls duplicates.",
         "After a purge: celery setnx release --queued --task NAME",
     )
 
@@ -475,8 +474,10 @@ def _endless_keys(client: Any, prefix: str) -> Iterator[Finding]:
         yield warn(
             "ttl",
             f"Keys without a TTL: {len(endless)}, such as {str_if_bytes(endless[0])}.",
-            "Ours have one: another program has written or persisted these, and they stay for ever.",
-            "Find out who uses our prefix, give each environment its own setnx_prefix, and delete them.",
+            "All keys of celery_setnx have one: another program has written or persisted these, and they "
+            "stay for ever.",
+            "Find out which program uses this prefix, give each environment its own setnx_prefix, and delete "
+            "them.",
         )
 
 

@@ -84,7 +84,9 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
         except LockUnavailable as error:
             logger.warning("%s Until it answers, tasks do as their on_redis_error says.", error)
         except LockLost as error:
-            logger.warning("%s It is only the lock of this worker's check, but the server forgets.", error)
+            logger.warning(
+                "%s This is only the lock of the worker's check, but the server forgets locks.", error
+            )
         except REDIS_ERRORS:
             return  # INFO is not among what the lock needs
         else:
@@ -135,10 +137,10 @@ def _try_line(client: redis.Redis, lock: SetnxLock, held: HeldLock) -> None:
     reply_to(client, "ZRANGE", line_names(held.key)[0], "0", "0")  # as a sweep does
     another = SetnxLock(client, held.key, line=True)
     if not another.acquire().waiters:
-        raise LockRefused(held.key, "nobody is seen to wait for it: ZCOUNT is forbidden")
+        raise LockRefused(held.key, "its line cannot be read: ZCOUNT is forbidden")
     held.release()
     if not lock.turns:
-        raise LockRefused(held.key, "a release does not hand it over: ZRANGEBYSCORE is forbidden")
+        raise LockRefused(held.key, "a release cannot hand it over: ZRANGEBYSCORE is forbidden")
     serve(another)
     if another.acquire(token=task_token(first.task_id, 0, "0")).acquired:
         another.release()
@@ -197,7 +199,7 @@ def _warn_of_eviction(memory: Mapping[str, Any]) -> None:
     policy = memory.get("maxmemory_policy", "noeviction")
     if memory.get("maxmemory") and policy != "noeviction":
         logger.warning(
-            "The lock server evicts keys when its memory is full (maxmemory-policy %s), and locks are keys: "
-            "a task may lose its lock. Set maxmemory-policy noeviction, or point setnx_url at another Redis.",
+            "The lock server evicts keys when its memory is full (maxmemory-policy %s), so a running task "
+            "may lose its lock. Set maxmemory-policy noeviction, or point setnx_url at another Redis.",
             policy,
         )

@@ -13,10 +13,10 @@ from celery_setnx.options import NAMES, OF_OTHERS, SETTINGS, spelled, unknown_se
 
 # What celery-once and celery-singleton read of a task, and where that is said here.
 _LEFT_OVER = {
-    "once": "moving.md#celery-once",
-    "unique_on": "moving.md#celery-singleton",
-    "raise_on_duplicate": "moving.md#celery-singleton",
-    "lock_expiry": "moving.md#celery-singleton",
+    "once": "celery-once",
+    "unique_on": "celery-singleton",
+    "raise_on_duplicate": "celery-singleton",
+    "lock_expiry": "celery-singleton",
 }
 
 
@@ -25,19 +25,22 @@ def unread_of_task(task: Task, *, is_guarded: bool) -> Iterator[tuple[str, str]]
     kind = type(task)
     for name, value in _own(kind):
         if name in _LEFT_OVER:
-            yield f"{name}={value!r}", f"Remove it.{_here(name, value)} See docs/{_LEFT_OVER[name]}."
+            yield (
+                f"{name}={value!r}",
+                f"Remove it.{_here(name, value)} See docs/moving.md#{_LEFT_OVER[name]}.",
+            )
         elif is_options(value) and _is_like(name, "singleton"):
             yield f"{name}={value!r}", "Write singleton={...}."
         elif name in (PLAIN_WORDS if is_guarded else set(NAMES) - set(PLAIN_WORDS)):
             base = "" if is_guarded else "base=SingletonTask, "
             yield (
                 f"{name}={value!r}",
-                f"If it is meant as an option, write {base}singleton={{{name!r}: ...}}.",
+                f"If this is meant as an option, write {base}singleton={{{name!r}: ...}}.",
             )
     options = getattr(kind, "singleton", None)
     is_own = "singleton" in vars(kind) and not is_known(kind, "singleton") and options not in ({}, None)
     if not is_guarded and is_own != is_options(options):  # with both it is refused
-        yield f"singleton={options!r}", "If it is meant as options, add base=SingletonTask."
+        yield f"singleton={options!r}", "If these are meant as options, add base=SingletonTask."
 
 
 def unread_settings(app: Celery) -> Iterator[tuple[str, str]]:
@@ -50,10 +53,10 @@ def unread_settings(app: Celery) -> Iterator[tuple[str, str]]:
             )
             yield (
                 written,
-                f"If it is meant as an option of all tasks, write {defaults}={{{option!r}: ...}}.",
+                f"If this is meant as an option of all tasks, write {defaults}={{{option!r}: ...}}.",
             )
         elif plainly_meant is None:
-            yield written, f"The settings are {', '.join(SETTINGS)}; if it is yours, name it otherwise."
+            yield written, f"The settings are {', '.join(SETTINGS)}; if it is yours, rename it."
 
 
 def _own(kind: type[Task]) -> Iterator[tuple[str, Any]]:
@@ -67,8 +70,7 @@ def _own(kind: type[Task]) -> Iterator[tuple[str, Any]]:
 def _here(name: str, value: Any) -> str:
     """What others' options are here."""
     names = [name] if name != "once" else list(value) if isinstance(value, Mapping) else []
-    found = [f"{each} is {OF_OTHERS[each]}" for each in names if each in OF_OTHERS]
-    return f" Here {', '.join(found)}." if found else ""
+    return "".join(f" Instead of {each} use {OF_OTHERS[each]}." for each in names if each in OF_OTHERS)
 
 
 def _is_like(name: str, other: str) -> bool:

@@ -60,7 +60,6 @@ def remind(user_id): ...
 
 _APP = r"celery -A (app|shop|proj) setnx "
 
-_CLI = "tests/test_cli.py"
 _PRINTED = "tests/docs/test_printed.py"
 _BEAT = r"celery -A proj beat -S celery_setnx\.beat:HotStandbyScheduler"
 _METRICS = r"PROMETHEUS_MULTIPROC_DIR=\S+ celery -A shop worker -c 8"
@@ -81,7 +80,7 @@ COMMANDS: list[Run | Elsewhere] = [
     ),
     Run(_APP + "doctor", 0, "The lock server answers"),
     Run(_APP + "doctor --acl", 0, r"ACL SETUSER celery_setnx on >PASSWORD ~\S+:\* \+eval"),
-    Run(_APP + "check", 0, "their options go together"),
+    Run(_APP + "check", 0, "their options fit together"),
     Run(_APP + "list", 0, "No locks"),
     Run(_APP + "list --queued", 0, "No marks"),
     Run(_APP + r"list --done( --task shop\.remind)?", 0, "No done calls"),
@@ -92,7 +91,6 @@ COMMANDS: list[Run | Elsewhere] = [
     Run(_APP + r"release --queued --task shop\.reindex", 1, "Nothing to free"),
     Run(_APP + r"release --done (--task )?shop\.remind( 42)?", 1, "Nothing to forget"),
     Run(_APP + r"release --starts shop\.notify partner", 1, "Nothing to forget"),
-    Elsewhere(r"echo \$\?", f"{_CLI}::test_why_says_who_is_in_the_way_and_what_becomes_of_the_call"),
     Elsewhere(_APP + "watch", "tests/terminal/test_terminal.py::test_watch_shows_locks_as_they_come_and_go"),
     Elsewhere(
         r"promtool (check config prometheus|test rules alerts_test)\.yml",

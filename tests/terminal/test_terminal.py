@@ -190,7 +190,7 @@ def test_watch_fits_a_narrow_terminal(narrow, cli):
         (
             "list --stale --queued",
             2,
-            "--queued lists marks, and --done calls that have succeeded",
+            "--queued marks, or --done calls that have succeeded",
         ),
     ],
 )
@@ -239,7 +239,7 @@ def test_watch_says_when_redis_does_not_answer_and_goes_on(terminal, cli):
         terminal.run("watch", "--interval", "0.1", environment=f"{CONF}={conf}")
         terminal.shows("0 locks")
         server.stop()
-        terminal.shows(f"{server.url()} (setnx_url): ConnectionError:", "Asked again; Ctrl-C ends.")
+        terminal.shows(f"{server.url()} (setnx_url): ConnectionError:", "Trying again; Ctrl-C ends.")
         server.restart()
         terminal.shows("0 locks")
         terminal.interrupt()

@@ -41,7 +41,7 @@ class Server:
         config: Lines of the file, beyond the address and what turns persistence off.
         mode: Arguments that say what it is. Defaults to a data node.
         binary: The program. Defaults to that of the embedded server.
-        tls: Arguments of a client that speaks TLS with it. Defaults to none: it does not.
+        tls: Arguments of a client that has TLS with it. Defaults to none: it does not.
         password: The password of its default user. Defaults to none.
     """
 
