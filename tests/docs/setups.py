@@ -52,6 +52,7 @@ if celery.VERSION >= (5, 5):
         ),
     ],
     "docs/monitoring.md": [
+        Fragment("def somebody_died(sender", before="@app.task(base=SingletonTask)\ndef settle(): ..."),
         Fragment(
             "metrics.serve(app, port=9808)",
             after="from celery_setnx.signals import lock_acquired\nassert lock_acquired.receivers",
@@ -104,9 +105,6 @@ with guarded(app):
     assert send_reminders.apply().get() is None
 """,
         ),
-    ],
-    "docs/signals.md": [
-        Fragment("def somebody_died(sender", before="@app.task(base=SingletonTask)\ndef settle(): ..."),
     ],
     "docs/waiting.md": [
         Fragment(

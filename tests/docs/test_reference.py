@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task
-from celery.utils.dispatch import Signal
 
 import celery_setnx
 from celery_setnx import (
@@ -17,7 +16,6 @@ from celery_setnx import (
     SingletonTask,
     check,
     exceptions,
-    signals,
     singleton,
     testing,
 )
@@ -138,19 +136,7 @@ def test_every_setting_has_its_default_in_the_table_and_a_section():
     assert set(known) <= set(sections(text_of("docs/settings.md"), 3))
 
 
-# signals.md
-
-
-def test_every_signal_has_its_arguments():
-    """One section each, with a row for each argument; of what all have, where it means something else."""
-    known = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
-    found = {name: text for name, text in sections(text_of("docs/signals.md")).items() if name in known}
-    assert list(found) == list(known)
-    for name, text in found.items():
-        arguments = [row[0].strip("`") for row in table(text, "argument", "type", "")]
-        common = set() if name == "tick_late" else {"task_id", "key", "about"}
-        assert len(arguments) == len(set(arguments)), name
-        assert common | set(arguments) == set(known[name].providing_args), name
+# monitoring.md
 
 
 def test_orders_are_those_of_the_signals_tests():
@@ -159,7 +145,7 @@ def test_orders_are_those_of_the_signals_tests():
     scenes = test.pytestmark[0].args[1]
     orders = {
         tuple(re.findall(r"`([a-z]+_[a-z_]+)`", row[1]))
-        for row in table(text_of("docs/signals.md"), "the call", "signals, in this order")
+        for row in table(text_of("docs/monitoring.md"), "the call", "signals, in this order")
     }
     assert len(scenes) >= 8
     assert {tuple(dict.fromkeys(expected)) for _scene, expected in scenes} <= orders

@@ -89,9 +89,16 @@ def test_query_names_metrics_and_labels_that_exist(where):
     assert matched | grouped <= OF_PROMETHEUS.union(*(LABELS[metric] for metric in metrics))
 
 
+def test_docs_tell_of_every_metric():
+    """With its labels, and no others."""
+    rows = table(text_of("docs/monitoring.md"), "metric", "counts")
+    found = [re.fullmatch(r"`(\w+)\{([\w,]+)\}`", metric) for metric, _counts in rows]
+    assert {each[1]: set(each[2].split(",")) for each in found if each} == LABELS
+
+
 def test_query_asks_for_outcomes_that_exist():
     """Those of the table of outcomes."""
-    documented = {row[0].strip("`") for row in table(text_of("docs/monitoring.md"), "outcome", "")}
+    documented = {row[0].strip("`") for row in table(text_of("docs/monitoring.md"), "outcome", "meaning")}
     asked = {outcome for expr in exprs().values() for outcome in re.findall(r'outcome="(\w+)"', expr)}
     assert asked == {"freed", "repaired"} <= documented
 
