@@ -151,29 +151,33 @@ def test_orders_are_those_of_the_signals_tests():
     assert {tuple(dict.fromkeys(expected)) for _scene, expected in scenes} <= orders
 
 
-# exceptions.md
+# api.md, glossary.md
+
+
+def exceptions_listed() -> dict[str, list[str]]:
+    """The exceptions of the table, each with its attributes."""
+    rows = table(text_of("docs/api.md"), "exception", "raised", "attributes", "retry?")
+    return {linked(row[0]): re.findall(r"`(\w+)`", row[2]) for row in rows}
 
 
 def test_every_exception_has_a_section_and_a_row():
-    """All of `exceptions`, and nothing else."""
+    """All of `exceptions`, and nothing else; the section is its docstring's."""
     classes = [value for value in vars(exceptions).values() if isinstance(value, type)]
     known = {value.__name__ for value in classes if issubclass(value, SetnxError)}
-    rows = table(text_of("docs/exceptions.md"), "exception", "where it is raised", "retry?")
-    assert set(sections(text_of("docs/exceptions.md"))) == known
-    assert {linked(row[0]) for row in rows} == known - {"SetnxError"}
+    found = sections(sections(text_of("docs/api.md"))["Exceptions"], 3)
+    assert set(found) == known
+    assert all(f".. autoexception:: celery_setnx.{name}()" in text for name, text in found.items())
+    assert exceptions_listed().keys() == known - {"SetnxError"}
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda error: type(error).__name__)
-def test_attributes_of_an_exception_are_listed(error):
-    """Those that it has beyond its parent's, and no others."""
-    text = sections(text_of("docs/exceptions.md"))[type(error).__name__]
-    listed = [row[0].strip("`") for row in table(text, "attribute", "")] if "| attribute" in text else []
-    is_child = type(error).__name__ == "LockTimeout"
-    parents = set(vars(exceptions.AlreadyRunning("t", "k", {}))) if is_child else set()
-    assert set(listed) == set(vars(error)) - parents
-
-
-# api.md, glossary.md
+def test_attributes_of_an_exception_are_listed_and_explained(error):
+    """In the table all that it has; in its docstring those that it has beyond its parent's, and no others."""
+    name = type(error).__name__
+    assert set(exceptions_listed().get(name, [])) == set(vars(error))
+    explained = re.findall(r"^ {8}(\w+): \S", error.__doc__.partition("Attributes:\n")[2], re.MULTILINE)
+    parents = set(vars(exceptions.AlreadyRunning("t", "k", {}))) if name == "LockTimeout" else set()
+    assert set(explained) == set(vars(error)) - parents
 
 
 def test_every_public_name_is_in_the_api():
