@@ -202,11 +202,11 @@ class FanOutFailed(SetnxError):
 
     def _message(self) -> str:
         uncertain = f", {self.uncertain} were on their way and may have arrived" if self.uncertain else ""
-        failed = f", {self.failed} failed by themselves" if self.failed else ""
+        failed = f", {self.failed} failed with errors of their own" if self.failed else ""
         return (
             f"The fan-out of {self.task} ended early: {self.accepted} calls were sent, "
             f"{self.duplicates} were duplicates{failed}{uncertain}, {self.not_sent} were not sent. "
-            "What is not known to be sent has no mark, so it may be sent again."
+            "Fan the same calls out again: calls that are not known to be sent have no mark."
         )
 
 
@@ -228,8 +228,8 @@ class LockLost(SetnxError):
 
     def _message(self) -> str:
         return (
-            f"The lock {self.key} is lost: {unstopped(self.reason)}. Stop what it protects; "
-            "a new holder may be at work, and has a larger fence."
+            f"The lock {self.key} is lost: {unstopped(self.reason)}. Stop what it protects: "
+            "another holder may be running, with a larger fence."
         )
 
 
@@ -260,14 +260,16 @@ class LockUnavailable(SetnxError):
     def remedy(self) -> str:
         """What somebody must do to end it; empty if it ends by itself."""
         if self.unsent:
-            return "Mend that, and send the call again."
+            return "Fix that, then send the call again."
         return next((do for words, do in _MENDED if words.search(self.reason)), "")
 
     @property
     def brief(self) -> str:
         """The message without what to do, for a line of many."""
         if self.unsent:
-            return sentence(f"The call {self.unsent} of {self.key} could not be sent back: {self.reason}")
+            return sentence(
+                f"The call {self.unsent} of {self.key} could not be sent back to the broker: {self.reason}"
+            )
         return sentence(f"Redis does not serve the lock {self.key} now: {self.reason}")
 
     def _message(self) -> str:
@@ -348,20 +350,20 @@ _NEEDED = (
 _NO_TLS = "write redis:// for rediss:// (redis+cluster:// for rediss+cluster://)"
 _DO_FIRST = {
     "certificate is not valid for": (
-        f"The certificate is another host's: write the name that it has as the host of {_URL}"
+        f"The certificate is for another host: use the name in the certificate as the host of {_URL}"
     ),
     "CERTIFICATE_VERIFY_FAILED": (
         f"Name the CA that signed the server's certificate as ssl_ca_certs in {_URL}; if the certificate has "
         "expired, renew it"
     ),
     "certificate[ _]required|alert (unknown ca|bad certificate)": (
-        f"The server wants a certificate of its client: give ssl_certfile and ssl_keyfile in {_URL}"
+        f"The server requires a client certificate: give ssl_certfile and ssl_keyfile in {_URL}"
     ),
     "WRONG_VERSION_NUMBER|wrong version number|RECORD_LAYER_FAILURE": (
-        f"The port speaks no TLS: in {_URL} {_NO_TLS}, or give the port that does"
+        f"The port does not use TLS: in {_URL} {_NO_TLS}, or give the port that does"
     ),
     r"Protocol error.*\\x15": (
-        f"The port speaks TLS: in {_URL} write rediss:// for redis:// (rediss+cluster:// for redis+cluster://)"
+        f"The port uses TLS: in {_URL} write rediss:// for redis:// (rediss+cluster:// for redis+cluster://)"
     ),
     (
         r"(?-i:\bAuthenticationError|\bWRONGPASS |\bNOAUTH )|invalid (username-)?password|Client sent AUTH|"
@@ -381,12 +383,12 @@ _DO = {
         "or point setnx_url at a server that has it"
     ),
     "unknown (redis )?(sub)?command|syntax error": (
-        "The server is too old, is no Redis, or has commands under other names. Use Redis 6.2, Valkey 7.2 or "
-        "later, where all commands have their own names"
+        "The server is too old, is not Redis, or has renamed commands. Use Redis 6.2, Valkey 7.2 or later, "
+        "without renamed commands"
     ),
     "WRONGTYPE|wrong kind of value": (
-        "Another program has this key, or one beside it: delete it if nobody needs it, and give each program "
-        "and each environment a prefix of its own (setnx_prefix)"
+        "Another program uses this key, or one next to it: delete it if nobody needs it, and give each "
+        "program and each environment a prefix of its own (setnx_prefix)"
     ),
     "": "The server's log may say more, and so may `celery setnx doctor`",
 }
@@ -394,19 +396,17 @@ _REMEDIES = [(re.compile(words, re.IGNORECASE), f"{do}.") for words, do in {**_D
 
 # What a server says that decides nothing until somebody mends it.
 _WAITS_FOR = {
-    "ReadOnlyError|READONLY": (
-        f"If no failover is under way: have {_URL} lead to the primary, not to a replica"
-    ),
+    "ReadOnlyError|READONLY": (f"If no failover is under way: point {_URL} at the primary, not at a replica"),
     "OutOfMemoryError|OOM": "Give the server memory: raise its maxmemory, or delete what nobody needs",
-    "MISCONF": "The server cannot save to its disk: see its log, and give it room",
-    "NOREPLICAS": "The server misses its replicas (min-replicas-to-write): start them",
+    "MISCONF": "The server cannot save to its disk: see its log, and free disk space",
+    "NOREPLICAS": "Too few replicas are connected (min-replicas-to-write): start them",
     # A name that a name server does not know; where none can be asked, the name may be fine.
     (
         "Name or service not known|nodename nor servname|No address associated|does not resolve|"
         "getaddrinfo failed"
     ): (f"Unless the server is just starting, check the host of {_URL}, whose name does not resolve"),
     "handshake operation timed out": (
-        f"If the server is not overloaded: its port may speak no TLS; in {_URL} {_NO_TLS}, or give the port "
+        f"If the server is not overloaded: its port may not use TLS; in {_URL} {_NO_TLS}, or give the port "
         "that does"
     ),
 }

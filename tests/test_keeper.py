@@ -333,7 +333,7 @@ def test_keeper_that_has_died_is_started_anew(watch, monkeypatch, caplog):
         watch.keeper._wake.put(LEASE_S)
         wait_until(lambda: not watch.keeper._thread.runs, "it has died")
     second = watch.watch(watch.hold("second"))
-    wait_until(lambda: "celery_setnx-keeper had died, and is started anew" in caplog.text, "it is said")
+    wait_until(lambda: "celery_setnx-keeper had died and is restarted" in caplog.text, "it is said")
     for _ in range(3):
         watch.pass_time(THIRD_S)
         wait_until(lambda: watch.is_renewed(first) and watch.is_renewed(second), "both are renewed")
@@ -370,7 +370,7 @@ def test_lock_is_renewed_no_more_when_its_owner_is_gone(locks, watch, caplog):
     watch.pass_leases(lock, leases=1)
     del owner
     watch.pass_time(THIRD_S)
-    said = f"Token {lock.token} has ended without giving a back"
+    said = f"Token {lock.token} has ended without releasing a."
     wait_until(lambda: said in caplog.text, "it is given up")
     assert not watch.keeper._watched
     watch.pass_time(LEASE_S)

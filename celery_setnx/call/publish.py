@@ -319,7 +319,7 @@ def _noted(result: Any, *, deduplicated: bool) -> Any:
 def _complain(told: Call, error: Error, what: str) -> None:
     """The call's own fate stands; its mark, if it has one, lapses after the grace lease."""
     if not what:
-        text = "A call of %s is published without asking whether it is a duplicate; its run is guarded. %s"
+        text = "A call of %s is published without a check for duplicates; its run takes the lock. %s"
         logger.warning(text, told.task, error.brief, extra=fields(of=told))
         return
     text = "%s %s, but its mark %s stays as it is, and lapses by itself. %s"

@@ -161,7 +161,7 @@ class HeldLock:
         elif word == "gone":
             self.lost = "its key has vanished from Redis (deleted, evicted, or the data was lost)"
         else:
-            self.lost = f"the server no longer knows it as ours (the lock's value is now {value!r})"
+            self.lost = f"it is no longer ours in Redis (the lock's value is now {value!r})"
 
 
 def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavailable | LockRefused | None]:

@@ -315,7 +315,7 @@ class SetnxLock(NamedLock):
         else:
             if word in ("gone", "lost"):
                 logger.warning(
-                    "The lock %s was %s before it was released: its body may not have run alone.",
+                    "The lock %s was %s before it was released: another may have run at the same time.",
                     self.name,
                     word,
                     extra=fields("lost", key=self.name),

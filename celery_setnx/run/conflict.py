@@ -202,7 +202,8 @@ class Conflict:
         )
         if self.holder.state == "foreign" and self.remaining_s is None:
             text = (
-                "%s is locked by a value that is not a time: %r. It never ends; delete it if nobody needs it."
+                "%s is locked by %r, which is not a time, so it never expires. Another program has set it: "
+                "delete the key if nobody needs it."
             )
             logger.error(text, self.key, self.holder.value, extra=fields(of=self.call))
 
