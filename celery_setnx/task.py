@@ -523,7 +523,7 @@ def _as_retry_is_sent(following: Callable[..., Any], task: Any, args: tuple[Any,
         if running is None or request.is_eager:
             raise
         text = "on_retry of %s (key %s) has raised. Its retry is on its way all the same and keeps both lock "
-        text += "and mark, and the result stays RETRY. Mend the hook."
+        text += "and mark, and the result stays RETRY. Fix the hook."
         logger.exception(text, running, running.call.key, extra=fields(of=running.call))
         return None
 

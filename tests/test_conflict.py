@@ -42,8 +42,8 @@ def test_call_that_the_broker_does_not_take_back_is_unavailable(caplog, monkeypa
     with pytest.raises(LockUnavailable) as unsent:
         come_back(task, call, 1.0, "Redis is down")
     said = (
-        r"The call .*t\[id-1\] of setnx:{t} could not be sent back to the broker: .*refused; it was to wait or "
-        r"retry because Redis is down\. Fix that, then send the call again\."
+        r"The call .*t\[id-1\] of setnx:{t} could not be sent back to the broker: .*refused; "
+        r"it was to wait or retry because Redis is down\. Fix that, then send the call again\."
     )
     assert re.match(said, str(unsent.value))
     assert "[id-1] could not be sent back to the broker" in caplog.text

@@ -262,7 +262,7 @@ def test_repeated_delivery_whose_mark_is_gone_has_not_lapsed(redelivered, locks,
     vars(redelivered.request).update(call.as_headers())
     run = Attempt(redelivered, redelivered._guard, redelivered.request, (), {})
     assert guarded(run, lambda: "ran") == "ran"
-    assert ("started after its mark was gone" in caplog.text) == told
+    assert ("started after its mark" in caplog.text) == told
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_thread_of_a_body_that_asks_for_the_lock_is_warned(task, caplog, asks):
     assert execute(task, body)
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said.startswith(f"guarded[{task.request.id}] runs, and thread of_the_body_0 asked for")
-    assert "hand it the lock that the body has, lock = self.lock" in said
+    assert "Pass it the lock of the body, lock = self.lock" in said
 
 
 def test_other_thread_that_asks_for_a_lock_is_not_warned(task, caplog):

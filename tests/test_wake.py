@@ -460,7 +460,7 @@ def test_courier_comes_later_if_the_routes_of_its_app_fail(a, monkeypatch, caplo
     monkeypatch.setattr(a.app.amqp.router, "route", raising(error))
     monkeypatch.setattr(time, "sleep", lambda _s: None)
     order = changed_order(a, wrong, queue="elsewhere")
-    with pytest.raises(Reject, match="mend task_routes") if wrong else nullcontext():
+    with pytest.raises(Reject, match="fix task_routes") if wrong else nullcontext():
         a.runs_courier(order, exchange="", routing_key="far")
     if not wrong:
         assert "The courier of bill[b1] comes back later: the app's routes do not say" in caplog.text

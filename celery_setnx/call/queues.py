@@ -94,7 +94,7 @@ def own_queue(app: Celery, task: str, args: Any, kwargs: Any) -> str:
         raise
     except Exception as error:
         raise NoWayBack(
-            f"the app's routes do not say where {task} goes ({error!r}); mend task_routes, or add the queue "
+            f"the app's routes do not say where {task} goes ({error!r}); fix task_routes, or add the queue "
             "to task_queues"
         ) from error
     queue, exchange, routing_key = (route.get(name) for name in _ROUTE)
