@@ -438,7 +438,7 @@ def changed_order(at: Shop, changed: Any = (), queue: str = "") -> dict[str, Any
 def test_malformed_courier_comes_once(a, caplog, wrong):
     """It is said, and the call is sent if it can be read; nothing comes again for ever."""
     a.runs_courier(changed_order(a, wrong))
-    assert "is dropped as malformed, and the call is sent" in caplog.text
+    assert "is dropped as malformed" in caplog.text
     assert a.key() in caplog.text
     assert a.sent() == ([] if "message" in wrong else ["b1"])
 
