@@ -743,7 +743,7 @@ def test_lock_server_that_is_down_or_dies_does_not_end_a_fan_out(server, broker,
     assert is_marked == [True] * marked + [False] * (30 - marked)
     assert len(marks_left(locks)) == marked
     (warning,) = warnings(caplog)
-    assert "The fan-out of fan.once goes on" in warning
+    assert "The fan-out of fan.once continues" in warning
 
 
 @pytest.mark.parametrize("action", ["cut_before", "drop_reply"])

@@ -397,7 +397,7 @@ def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
         logger.warning(
-            "%s goes on, though it may have ended: its result is not known (%s).",
+            "%s runs, though it may have ended already: its stored result cannot be read (%s).",
             call,
             unstopped(error),
             extra=fields(of=call),

@@ -319,7 +319,7 @@ class FanningOut:
     def _warn_once(self, error: Error, _what: str) -> None:
         if not self.warned:
             logger.warning(
-                "The fan-out of %s goes on, but not every key is marked as it should be: a call may be "
+                "The fan-out of %s continues, but some marks are missing or kept too long: a call may be "
                 "queued twice, or be taken for queued for %g s more. Every run is guarded. %s",
                 self.task.name,
                 GRACE_S,

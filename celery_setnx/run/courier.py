@@ -317,7 +317,7 @@ def _look_after(app: Celery, parked: ParkedCall) -> tuple[ParkedCall, float, flo
         raise
     except LockRefused as error:
         logger.error(
-            "%s can wait no longer, and is sent to say so itself: %s",
+            "%s can no longer wait in line; it is sent, and fails with this error: %s",
             parked,
             error,
             extra=fields(of=parked.call),
