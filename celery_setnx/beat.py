@@ -226,7 +226,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
     def _stand_by(self, reason: str) -> None:
         self._lock.token = self._leads_by = None
         self._noting.clear()
-        self._say(logging.WARNING, f"Leads no more, and stands by: {sentence(reason)}")
+        self._say(logging.WARNING, f"No longer leads, and stands by: {sentence(reason)}")
 
     def _takes_the_lead(self) -> bool:
         # Known before the server knows it: close() gives back what a signal has kept us from seeing.
@@ -268,7 +268,7 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             try:
                 self._lock.release()
             except SetnxError as error:
-                logger.warning("beat: The lead was not given back; its lease ends it. %s", error)
+                logger.warning("beat: The lead was not released; its lease ends it. %s", error)
         self._lock.token = self._leads_by = None
 
     def _say(self, level: int, what: str) -> None:
@@ -330,10 +330,10 @@ class HotStandby(Scheduler):  # type: ignore[misc]
             self._stand_by("another leads")
         elif word == "done":
             self._adopt(entry, int(last), int(runs))
-            text = "beat: %s is not sent: it was, at %s."
+            text = "beat: %s is not sent again: it was sent at %s."
             logger.info(text, entry.name, entry.last_run_at, extra=fields("beat", task=entry.task))
         elif late_s > LATE_S:
-            text = "beat: %s is sent %.1f s late; %d further due times have passed meanwhile."
+            text = "beat: %s is sent %.1f s late; %d further due times were missed."
             logger.warning(text, entry.name, late_s, missed, extra=fields("tick_late", task=entry.task))
             tick_late.send(sender=self, entry=entry.name, late_s=late_s, missed=missed)
         return bool(word == "ticked")

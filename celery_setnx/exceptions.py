@@ -10,7 +10,10 @@ from celery_setnx.wording import held, sentence, titled, unstopped
 
 
 class SetnxError(Exception):
-    """Root of all errors raised by celery_setnx."""
+    """Root of all errors of celery_setnx: catch it to catch them all.
+
+    Raised itself only by `clear()` of the test kit, which refuses to delete locks that another host holds.
+    """
 
     def __str__(self) -> str:
         message = self._message()
@@ -22,15 +25,24 @@ class SetnxError(Exception):
 
 
 class OptionError(SetnxError, ValueError):
-    """An option is unknown, malformed, not available yet, or cannot be combined with another."""
+    """An option or a setting is unknown, malformed, or does not go with another.
+
+    Workers raise it at their start and do not start. Elsewhere each call of the task raises it, and so does
+    `check(app)`. Options of a single call are checked by `apply_async`, `fan_out` and `send_task`. Fix the
+    option that the message names. Also a `ValueError`. It has no attributes.
+    """
 
 
 class UnkeyableCall(SetnxError, TypeError):
-    """The key of a call cannot be computed, so the call is neither published nor run unlocked.
+    """The key of a call cannot be computed, so the call is neither published nor run.
+
+    The arguments do not fit the task's signature, one of them has no canonical form, or the key function
+    failed. Raised where the call is published; in the worker if the publisher does not know the task's code,
+    or if the task has `typing=False` and the arguments do not fit. Fix the call. Also a `TypeError`.
 
     Attributes:
-        task: Name of the task (or scope) that was called.
-        reason: Which argument is at fault, and what to do.
+        task: Name of the task, or of the scope.
+        reason: Which argument is wrong, and what to do.
     """
 
     def __init__(self, task: str, reason: str) -> None:
@@ -43,15 +55,22 @@ class UnkeyableCall(SetnxError, TypeError):
 
 
 class AlreadyRunning(SetnxError):
-    """The lock is held by another, or its pace allows no start, and the caller asked to be told by an error.
+    """The lock is held, or the rate allows no start yet, and you asked for an error.
+
+    Raised in the worker with `on_conflict="raise"` and by `conflict.fail()`. A `SetnxLock` raises it in a
+    `with` statement, after its `wait`. The task's state is FAILURE, logged as INFO without a traceback.
+    `autoretry_for` of a `SingletonTask` does not retry it; retry it yourself if you like.
 
     Attributes:
-        task: Name of the task, or of the lock when no task is involved.
+        task: Name of the task; without a task, of the lock.
         key: The lock's Redis key.
-        holder: The holder's record as plain JSON values; see `Holder.as_dict`. Of several holders that of the
-            one who has held for longest. Where only the pace allows no start its state is `paced`.
-        remaining_s: Seconds until the holder's deadline, of several the first one's, which a living holder
-            keeps moving forward, or until the next start may be; None when the lock has no readable deadline.
+        holder: Who holds the lock, as `Holder.as_dict` gives it: `task`, `about`, `task_id`, `worker`,
+            `host`, `pid`, `state`, `fence`, `since`, `deadline`, `value`, `description`. Of several permits,
+            the one held for longest. If only the rate delays the call, `state` is `paced` and no task is
+            named.
+        remaining_s: Seconds until the deadline of the holder, which renews it; of several permits, until the
+            first deadline. If only the rate delays the call, seconds until the next start. None if the lock
+            has no deadline.
         limit: How many may hold the lock at a time. Defaults to 1.
     """
 
@@ -97,7 +116,10 @@ class AlreadyRunning(SetnxError):
 
 
 class LockTimeout(AlreadyRunning):
-    """A task waited for its lock for longer than `max_wait`. If that came free, too late, `holder` is empty.
+    """A call waited for its lock for longer than `max_wait`.
+
+    Raised in the worker. It is an `AlreadyRunning`, with the same attributes and handled alike. `holder` is
+    empty if the lock came free too late.
 
     Attributes:
         waited_s: Seconds since the first conflict of this attempt.
@@ -122,14 +144,17 @@ class LockTimeout(AlreadyRunning):
 
 
 class DuplicateTask(SetnxError):
-    """A call was not published: the same call is queued, runs (with `until_done`), or has succeeded (with
-    `dedupe_for`).
+    """A call was not published, because it is a duplicate: the same call is queued already.
+
+    Or it runs (with `until_done`), or has succeeded (with `dedupe_for`). Raised by `apply_async`, `delay` and
+    `send_task` with `on_duplicate="raise"`, and by `duplicate.fail()`. Do not retry: wait for
+    `AsyncResult(error.task_id)` instead.
 
     Attributes:
         task: Name of the task.
         key: The lock's Redis key.
-        task_id: Id of the task that is queued or running, or has succeeded.
-        state: `queued`, `running` or `done`.
+        task_id: Id of the earlier call.
+        state: What the earlier call is: `queued`, `running` or `done`.
         about: What the key was made of, such as `account_id=7`. Defaults to nothing.
     """
 
@@ -150,17 +175,17 @@ class DuplicateTask(SetnxError):
 
 
 class FanOutFailed(SetnxError):
-    """A fan-out ended early: the broker took no more, or the iterable raised. Its cause is the error itself.
+    """A fan-out stopped early: the broker, Redis, the iterable or a callback failed.
 
-    What was not sent has no mark, so the same calls may be fanned out again.
+    Raised by `fan_out`; its `__cause__` is the error. Fan the same calls out again: only those that were
+    surely sent are marked, and they count as duplicates.
 
     Attributes:
         task: Name of the task.
         accepted: Calls that the broker has taken.
-        duplicates: Calls that were not sent, because the same call is queued or running.
-        failed: Calls that could not be sent for their own sake, before the fan-out ended.
-        uncertain: Calls of the message, or the batch of messages, that was on its way when the broker failed:
-            whether it has taken them is not known.
+        duplicates: Calls that were not sent: the same call is queued or running, or has succeeded.
+        failed: Calls that cannot be sent at all, such as one without a key.
+        uncertain: Calls that were on their way when the broker failed; it may have taken them.
         not_sent: Calls that were drawn from the iterable and not sent.
     """
 
@@ -177,20 +202,23 @@ class FanOutFailed(SetnxError):
 
     def _message(self) -> str:
         uncertain = f", {self.uncertain} were on their way and may have arrived" if self.uncertain else ""
-        failed = f", {self.failed} failed by themselves" if self.failed else ""
+        failed = f", {self.failed} failed with errors of their own" if self.failed else ""
         return (
             f"The fan-out of {self.task} ended early: {self.accepted} calls were sent, "
             f"{self.duplicates} were duplicates{failed}{uncertain}, {self.not_sent} were not sent. "
-            "The other calls have no mark, so you may send them again."
+            "Fan the same calls out again: calls that are not known to be sent have no mark."
         )
 
 
 class LockLost(SetnxError):
-    """A living holder found that its lock is gone, another's, or past its deadline.
+    """The lock of a running task is gone, has another holder, or has expired.
+
+    Raised by `lock.ensure()` and `held.renew()`, never by itself: the body goes on until it asks. Stop what
+    the lock protects, because another holder may be running.
 
     Attributes:
         key: The lock's Redis key.
-        reason: What was found.
+        reason: What was found in Redis.
     """
 
     def __init__(self, key: str, reason: str) -> None:
@@ -200,21 +228,26 @@ class LockLost(SetnxError):
 
     def _message(self) -> str:
         return (
-            f"The lock {self.key} is lost: {unstopped(self.reason)}. Stop what it protects; "
-            "a new holder may be at work, and has a larger fence."
+            f"The lock {self.key} is lost: {unstopped(self.reason)}. Stop what it protects: "
+            "another holder may be running, with a larger fence."
         )
 
 
 class LockUnavailable(SetnxError):
-    """Redis cannot decide now: unreachable, loading, read-only, full or busy. Trying again may help.
+    """Redis cannot answer now: unreachable, loading, read-only, full or busy. Try again later.
 
-    Where that does not end by itself, the message says what to do. A call fails with it, too, that was to
-    come back or to wait, and that the broker did not take.
+    Raised by every method of a lock. In the worker `on_redis_error` decides what becomes of the call. When a
+    call is published, it is sent without a mark instead, with a warning. If the outage does not end by itself
+    (a full memory, a replica for the primary, an unknown host), the message says what to do, and each process
+    logs it as ERROR, once a minute.
+
+    A call fails with this error, too, if the broker did not take it back when it was to wait or retry. The
+    message names the cause. Fix that, then send the call again.
 
     Attributes:
         key: The lock's Redis key.
         reason: The error, in words.
-        unsent: The call that the broker did not take, as `task[id]`. Defaults to nothing.
+        unsent: The call that the broker did not take, as `task[id]`. Defaults to nothing: Redis is the cause.
     """
 
     def __init__(self, key: str, reason: str, unsent: str = "") -> None:
@@ -227,14 +260,16 @@ class LockUnavailable(SetnxError):
     def remedy(self) -> str:
         """What somebody must do to end it; empty if it ends by itself."""
         if self.unsent:
-            return "Fix that, and send the call again."
+            return "Fix that, then send the call again."
         return next((do for words, do in _MENDED if words.search(self.reason)), "")
 
     @property
     def brief(self) -> str:
         """The message without what to do, for a line of many."""
         if self.unsent:
-            return sentence(f"The call {self.unsent} of {self.key} could not be sent back: {self.reason}")
+            return sentence(
+                f"The call {self.unsent} of {self.key} could not be sent back to the broker: {self.reason}"
+            )
         return sentence(f"Redis does not serve the lock {self.key} now: {self.reason}")
 
     def _message(self) -> str:
@@ -242,7 +277,10 @@ class LockUnavailable(SetnxError):
 
 
 class LockRefused(SetnxError):
-    """Redis refuses a lock command: for good, or until somebody allows it (see `LockForbidden`).
+    """Redis refuses a command for good: no such database, an unknown command, a key of another type.
+
+    The call fails at once. A worker or beat that meets this at its start does not start. The message says
+    what to do; trying again does not help. If somebody can allow the command, it is a `LockForbidden`.
 
     Attributes:
         key: The lock's Redis key.
@@ -270,16 +308,17 @@ class LockRefused(SetnxError):
 
 
 class LockForbidden(LockRefused, LockUnavailable):
-    """Redis refuses a lock command until somebody allows it: a wrong password, a missing permission.
+    """Redis refuses a command until somebody allows it: wrong password, URL or certificate, no permission.
 
-    Or its URL is wrong: an untrusted certificate, a wrong scheme, a missing database.
-
-    Waited out like an outage: a lock that is held stays held while its lease lasts.
+    It is a `LockRefused` and a `LockUnavailable`; `except` for either catches it. A worker or beat that meets
+    this at its start does not start. Later it counts as an outage: `on_redis_error` decides, a held lock
+    stays held for its lease, and calls are published without a mark. The message says what to do, and each
+    process logs it as ERROR, once a minute.
 
     Attributes:
         key: The lock's Redis key.
         reason: The server's own words.
-        unsent: Nothing: the error is Redis'.
+        unsent: Always empty.
     """
 
 
@@ -318,13 +357,13 @@ _DO_FIRST = {
         "expired, renew it"
     ),
     "certificate[ _]required|alert (unknown ca|bad certificate)": (
-        f"The server wants a client certificate: set ssl_certfile and ssl_keyfile in {_URL}"
+        f"The server requires a client certificate: give ssl_certfile and ssl_keyfile in {_URL}"
     ),
     "WRONG_VERSION_NUMBER|wrong version number|RECORD_LAYER_FAILURE": (
-        f"The port has no TLS: in {_URL} {_NO_TLS}, or use the port with TLS"
+        f"The port does not use TLS: in {_URL} {_NO_TLS}, or give the port that does"
     ),
     r"Protocol error.*\\x15": (
-        f"The port has TLS: in {_URL} write rediss:// for redis:// (rediss+cluster:// for redis+cluster://)"
+        f"The port uses TLS: in {_URL} write rediss:// for redis:// (rediss+cluster:// for redis+cluster://)"
     ),
     (
         r"(?-i:\bAuthenticationError|\bWRONGPASS |\bNOAUTH )|invalid (username-)?password|Client sent AUTH|"
@@ -348,8 +387,8 @@ _DO = {
         "without renamed commands"
     ),
     "WRONGTYPE|wrong kind of value": (
-        "Another program has written this key, or one next to it: delete it if nobody needs it, and give "
-        "each program and each environment its own prefix (setnx_prefix)"
+        "Another program uses this key, or one next to it: delete it if nobody needs it, and give each "
+        "program and each environment a prefix of its own (setnx_prefix)"
     ),
     "": "The server's log may say more, and so may `celery setnx doctor`",
 }
@@ -358,17 +397,17 @@ _REMEDIES = [(re.compile(words, re.IGNORECASE), f"{do}.") for words, do in {**_D
 # What a server says that decides nothing until somebody mends it.
 _WAITS_FOR = {
     "ReadOnlyError|READONLY": (f"If no failover is under way: point {_URL} at the primary, not at a replica"),
-    "OutOfMemoryError|OOM": "Give the server memory: raise maxmemory, or delete keys that nobody needs",
-    "MISCONF": "The server cannot save to its disk: see its log, and free some space",
-    "NOREPLICAS": "The server has too few replicas (min-replicas-to-write): start them",
+    "OutOfMemoryError|OOM": "Give the server memory: raise its maxmemory, or delete what nobody needs",
+    "MISCONF": "The server cannot save to its disk: see its log, and free disk space",
+    "NOREPLICAS": "Too few replicas are connected (min-replicas-to-write): start them",
     # A name that a name server does not know; where none can be asked, the name may be fine.
     (
         "Name or service not known|nodename nor servname|No address associated|does not resolve|"
         "getaddrinfo failed"
     ): (f"Unless the server is just starting, check the host of {_URL}, whose name does not resolve"),
     "handshake operation timed out": (
-        f"If the server is not overloaded: its port may have no TLS; in {_URL} {_NO_TLS}, or use the port "
-        "with TLS"
+        f"If the server is not overloaded: its port may not use TLS; in {_URL} {_NO_TLS}, or give the port "
+        "that does"
     ),
 }
 _MENDED = [(re.compile(rf"\b(?:{words})\b"), f"{do}.") for words, do in _WAITS_FOR.items()]

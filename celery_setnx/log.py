@@ -119,5 +119,5 @@ def say_loudly(error: Exception) -> None:
     if len(_say_again_at) >= _KINDS:
         _say_again_at.clear()
     _say_again_at[kind] = now + _SAY_AGAIN_S
-    text = "%s This is said once a minute until it is fixed."
+    text = "%s This is logged once a minute until it is fixed."
     _logger.error(text, error, extra=fields(key=getattr(error, "key", None)))

@@ -75,12 +75,12 @@ class Figure:
 
 FIGURES = (
     Figure("acquired", lock_acquired, "Locks that calls have acquired."),
-    Figure("conflicts", lock_conflict, "Calls that met their lock held, by what became of them.", "policy"),
-    Figure("paced", lock_conflict, "Conflicts with nothing but the pace.", "policy", state="paced"),
+    Figure("conflicts", lock_conflict, "Calls that found their lock held, by policy.", "policy"),
+    Figure("paced", lock_conflict, "Conflicts because of the rate alone.", "policy", state="paced"),
     Figure("taken_over", lock_taken_over, "Locks that were taken over from a dead holder."),
     Figure("lost", lock_lost, "Locks that a living holder has lost."),
     Figure("lapsed", uniqueness_lapsed, "Marks that were gone, or another's, when their call started."),
-    Figure("duplicates", call_deduplicated, "Calls that were not published, by the other's state.", "state"),
+    Figure("duplicates", call_deduplicated, "Calls not published, by the earlier call's state.", "state"),
     Figure("released", lock_released, "Locks that were given back, by outcome.", "outcome"),
     Figure("wait", lock_acquired, "Seconds from a call's first conflict to its lock.", seconds="waited_s"),
     Figure("hold", lock_released, "Seconds for which a call had its lock.", seconds="held_s"),
@@ -296,7 +296,7 @@ def _counts(app: Celery) -> dict[str, Mapping[str, float]]:
             for age_s in (one.age_s for one in sighting.of_each() if not one.is_stale and one.age_s):
                 oldest[sighting.scope] = max(oldest.get(sighting.scope, 0.0), age_s)
     except Exception as error:  # noqa: BLE001 - it is a scrape's thread: the other figures stand
-        logger.warning("Who waits in line, and what is held, is missing from the metrics: %s", error)
+        logger.warning("The gauges (waiters, held, oldest) are missing from the metrics: %s", error)
         return {name: {} for name in _GAUGES}
     for count in (waiting, held):
         del count[TRIAL]  # what each worker tries as it starts

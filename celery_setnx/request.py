@@ -124,7 +124,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
             cleanup_of_process().keep(self)
         if isinstance(error, WorkerLostError) and not self._comes_back and self._goes_on():
             logger.warning(
-                "%s waits on: the process that has parked it has died (%s).",
+                "%s still waits in line: the process that parked it has died (%s).",
                 self.call,
                 unstopped(error),
                 extra=fields(of=self.call),
@@ -218,7 +218,10 @@ class SingletonRequest(Request):  # type: ignore[misc]
                 return goes_on(quick_client_for(self.app), call.place(BEGUN_S), copy=call.copy)
         except Exception as error:  # noqa: BLE001 - of Redis, or of what a message says
             logger.warning(
-                "%s has died, and whether it waits on is not known: %s", call, error, extra=fields(of=call)
+                "%s has died; whether it still waits in line is not known: %s",
+                call,
+                error,
+                extra=fields(of=call),
             )
             return False
 
@@ -299,7 +302,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         except SetnxError as error:
             lease_s = self._options.lease
             logger.warning(
-                "%s %s, and its lock was not freed: %s That is tried again until its lease of %g s ends it.",
+                "%s %s, and its lock was not freed: %s It is tried again until its lease of %g s ends it.",
                 self.call,
                 why,
                 error,
@@ -396,7 +399,7 @@ def _receive_other(request: Any, **_details: Any) -> None:
         return
     if call.key and call.may_have_twin:
         logger.warning(
-            "%s waits no more: its task is not guarded here. It runs without a lock.",
+            "%s leaves its line: its task is not guarded here. It runs without a lock.",
             call,
             extra=fields(of=call),
         )

@@ -81,12 +81,12 @@ class _Settled(NamedTuple):
 class SingletonTask(Task):  # type: ignore[misc]
     """A task that runs at most once at a time per key.
 
-    Use it as `@app.task(base=SingletonTask)`. Calls from a worker are guarded, however they were sent;
-    direct calls, `.apply()` and eager mode are not, unless a test asks for it (see `celery_setnx.testing`).
+    Use it as `@app.task(base=SingletonTask)`. Workers guard every call, however it was sent. Direct calls,
+    `.apply()` and eager mode take no lock, unless a test asks for it (see `celery_setnx.testing`).
 
     Attributes:
-        singleton: Options of the task, or of a base class for its tasks; see `Options`. A subclass's
-            options are laid over its parents'.
+        singleton: Options of the task, or of a base class for its tasks; see `Options`. A subclass's options
+            override its parents'.
 
     Example:
         >>> @app.task(base=SingletonTask, singleton={"key": "user_id"})   # doctest: +SKIP
@@ -191,10 +191,10 @@ class SingletonTask(Task):  # type: ignore[misc]
     def lock(self) -> HeldLock | None:
         """The lock that the running call holds, with its `fence`, `ensure()` and `remaining_s()`.
 
-        None where a call is not guarded: direct, eager, or under `on_redis_error="run"`. A body that is also
-        called like that asks first: `fence = self.lock.fence if self.lock else None`. In a test,
-        `celery_setnx.testing.guarded` has `.apply()` take the lock. None in the threads that a body starts,
-        with a warning: hand them the lock.
+        None if the call is not guarded: a direct or eager call, or `on_redis_error="run"`. If your body may
+        run like that, check first: `fence = self.lock.fence if self.lock else None`. In a test,
+        `celery_setnx.testing.guarded` makes `.apply()` take the lock. None, with a warning, in threads that
+        the body starts: pass them the lock.
         """
         return lock_of(self)
 
@@ -211,10 +211,10 @@ class SingletonTask(Task):  # type: ignore[misc]
         singleton: SingletonOptions | None = None,
         **options: Any,
     ) -> Any:
-        """Publish a call, its finished key in a header, unless it is a duplicate (with `dedupe`).
+        """Publish a call, unless it is a duplicate (with `dedupe`).
 
-        Takes what `celery.Task.apply_async` takes, and options for this call alone. Only a call without a
-        `task_id` is ever dropped as a duplicate; one with `link` or `link_error` is published all the same.
+        Takes what `celery.Task.apply_async` takes, and options for this call alone. A call with a `task_id`,
+        `link` or `link_error` is never dropped as a duplicate.
 
         Args:
             args: Positional arguments of the call.
@@ -228,8 +228,8 @@ class SingletonTask(Task):  # type: ignore[misc]
             options: Further options of `celery.Task.apply_async`.
 
         Returns:
-            The call's `AsyncResult`; or, if its `deduplicated` is True, that of the call which is queued or
-            running, and this one was not published.
+            The call's `AsyncResult`. If its `deduplicated` is True, this call was not published, and the
+            result is that of the earlier call.
 
         Raises:
             OptionError: An option of this call is unknown, malformed or cannot travel.
@@ -290,9 +290,9 @@ class SingletonTask(Task):  # type: ignore[misc]
     ) -> FanOut:
         """Publish many calls, several times as fast as one by one, each key once (with `dedupe`).
 
-        The calls are drawn from the iterable as they are needed, and sent in batches: a million take no more
-        memory than some thousands. Equal calls that are drawn before the first of them is sent are one call;
-        later ones are duplicates while it is queued (or running), as if each had been published by itself.
+        The calls are drawn from the iterable as needed, and sent in batches: a million take no more memory
+        than some thousands. Equal calls of one batch are sent once. Later ones are duplicates while that call
+        is queued (or running), as with `apply_async`.
 
         Args:
             calls: For each call a tuple or list of positional arguments, a mapping of keyword arguments, or a
@@ -305,12 +305,12 @@ class SingletonTask(Task):  # type: ignore[misc]
             options: Options of `celery.Task.apply_async` for all calls, such as `queue` or `countdown`.
 
         Returns:
-            How many calls were accepted, were duplicates, and failed for their own sake.
+            How many calls were accepted, were duplicates, and failed with errors of their own.
 
         Raises:
             FanOutFailed: The broker took no more, Redis refuses to mark a key, or the iterable or a callback
-                raised: how many calls were sent and were not. The error itself is its cause.
-            OptionError: An option is unknown, malformed, or nothing that a fan-out takes.
+                raised. It says how many calls were sent and were not; the error itself is its cause.
+            OptionError: An option is unknown, malformed, or not allowed in a fan-out.
         """
         if self._settled() is None:
             raise OptionError(f"fan_out of {self.name} is refused: it is Celery's own task, and not guarded")
@@ -318,7 +318,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         return fanning.run(calls, batch_size, each, progress)
 
     def lock_key(self, *args: Any, **kwargs: Any) -> str:
-        """The Redis key of the lock of a call with these arguments: those that `key` names are enough.
+        """The Redis key of the lock for a call with these arguments; only those that `key` names are needed.
 
         Raises:
             UnkeyableCall: The key cannot be computed.
@@ -326,10 +326,10 @@ class SingletonTask(Task):  # type: ignore[misc]
         return str(self._lock(args, kwargs).name)
 
     def locked(self, *args: Any, **kwargs: Any) -> Holder | None:
-        """Who holds the lock of a call with these arguments now, and who waits for it; None if nobody does.
+        """The holder of the lock for a call with these arguments, and who waits for it; None if it is free.
 
-        Those arguments are enough that `key` names. A glance, true when it was taken: to act on it, publish
-        the call, and let the lock decide.
+        Only the arguments that `key` names are needed. The answer may be outdated at once: to act on it,
+        publish the call, and let the lock decide.
 
         Raises:
             UnkeyableCall: The key cannot be computed.
@@ -339,7 +339,7 @@ class SingletonTask(Task):  # type: ignore[misc]
         return self._lock(args, kwargs).holder_and_waiters()
 
     def holders(self, *args: Any, **kwargs: Any) -> list[Holder]:
-        """Who holds the permits of a call with these arguments now: as many as run, `limit` of them at most.
+        """The holders of the permits for a call with these arguments, at most `limit` of them.
 
         Raises:
             UnkeyableCall: The arguments have no key.
@@ -364,7 +364,7 @@ def singleton(function: Any = None, /, **options: Any) -> Any:
     """Guard a task's function, or give a `SingletonTask` its options. Goes below `@app.task`.
 
     With `base=SingletonTask` it only supplies the options. With another base class it guards the function
-    itself: lock, renewal, skip, retry and raise; what needs the base class is refused.
+    itself, with lock, renewal, skip, retry and raise. Options that need the base class are refused.
 
     Args:
         function: The task's function, when used without parentheses.
@@ -385,7 +385,7 @@ def singleton(function: Any = None, /, **options: Any) -> Any:
 
 
 def current_lock() -> HeldLock | None:
-    """The lock that the running task holds, or None where no guarded task runs."""
+    """The lock that the running task holds; None if no guarded task runs."""
     task = current_task._get_current_object() if current_task else None
     if task is None:
         warn_of_thread(None)
@@ -663,9 +663,9 @@ def _refuse_autoretried_raise(task: Task, options: Options) -> None:
 
 
 def check(app: Celery) -> None:
-    """Refuse an app with a wrong option: for the start of a process that publishes.
+    """Refuse an app with a wrong option; call it when a process that publishes starts.
 
-    A worker does this by itself. Imports the modules of the app's tasks, as a worker does. Asks no server.
+    A worker does this by itself. It imports the modules of the app's tasks, and needs no server.
 
     Args:
         app: The app.

@@ -43,7 +43,7 @@ class Lasting:
             if self.runs:
                 return
             if self._has_run:
-                logger.error("The thread %s had died, and is started anew.", self._name)
+                logger.error("The thread %s had died and is restarted.", self._name)
             self.runs = True
             try:
                 start = start_real_thread if self._real else _start_thread
@@ -68,7 +68,7 @@ class Lasting:
                     if is_killed(error):
                         raise
                     with suppress(Exception), self._at_work:
-                        text = "The thread %s met an error, and goes on in %g s."
+                        text = "The thread %s hit an error and continues in %g s."
                         logger.error(text, self._name, pause_s, exc_info=error)
                     time.sleep(pause_s)
                     pause_s = min(2 * pause_s, _PAUSE_MAX_S)

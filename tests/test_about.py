@@ -262,7 +262,7 @@ def test_waiting_call_says_it_when_it_is_woken(stage, worker):
     worker.wait_for_log(f"{said} waits in line")
     stage.open()
     stage.have_run([waits])
-    worker.wait_for_log(f"{said} has its turn")
+    worker.wait_for_log(f"{said} has its lock")
 
 
 def test_call_by_name_alone_says_nothing(tasks, worker, holding, name):

@@ -37,7 +37,7 @@ def test_lock_server_that_hangs_is_waited_for_once(work, proxy, caplog):
         assert [work.delay(1).deduplicated, work.delay(2).deduplicated] == [False, False]
         assert work.fan_out((n,) for n in range(50)).accepted == 50
         assert stall.struck == asked
-    assert caplog.text.count("is published without asking whether it is a duplicate; its run is guarded") == 3
+    assert caplog.text.count("is published without a check for duplicates; its run takes the lock") == 3
     assert caplog.text.count("Timeout reading from socket; it is asked again within 5 s.") == 3
 
 

@@ -60,7 +60,7 @@ def test_late_copy_of_a_call_that_was_let_go_is_dropped(stage, deploy):
     wake_again()
     third = stage.tasks.work.apply_async([stage.key, "y"], queue=stage.key)
     assert third.get(timeout=60) == [stage.key, "y", 0]
-    later.wait_for_log(f"[{second.id}] waits no more")
+    later.wait_for_log(f"[{second.id}] leaves its line")
     assert stage.starts().count(second.id) == 1
 
 

@@ -35,7 +35,7 @@ ALL = [
     LockTimeout("proj.t", "setnx:{proj.t}", HOLDER, 2.5, 7.25),
     LockLost("setnx:{proj.t}", "gone"),
     LockUnavailable("setnx:{proj.t}", "down"),
-    LockUnavailable("setnx:{proj.t}", "refused; it was to come back because it is held", "proj.t[id-1]"),
+    LockUnavailable("setnx:{proj.t}", "refused; it was to wait or retry because it is held", "proj.t[id-1]"),
     LockRefused("setnx:{proj.t}", "NOPERM"),
     DuplicateTask("proj.t", "setnx:{proj.t}", "id-1", "queued"),
     FanOutFailed("proj.t", 2000, 31, 1, 1000, 12),
@@ -124,7 +124,10 @@ def test_message_of_ours_is_printable(error):
             "certificate is not valid for 'a'",
             "for another host",
         ),
-        ("ConnectionError: [SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)", "has no TLS"),
+        (
+            "ConnectionError: [SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1006)",
+            "does not use TLS",
+        ),
         (
             "InvalidResponse: Protocol Error: b'\\x15\\x03\\x03\\x00\\x02\\x02F'",
             "write rediss:// for redis://",

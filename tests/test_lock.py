@@ -158,7 +158,7 @@ def test_ensure_raises_when_the_lease_may_be_over(locks):
     [
         (lambda locks: age(locks, NAME, 30), "its lease of 30 s ended before it was renewed", "released"),
         (lambda locks: locks.delete(NAME), "vanished", "gone"),  # deleted or evicted
-        (lambda locks: locks.delete(RECORD), "no longer knows it as ours", "lost"),
+        (lambda locks: locks.delete(RECORD), "it is no longer ours in Redis", "lost"),
     ],
     ids=["expired", "vanished", "without-record"],
 )

@@ -226,7 +226,7 @@ def test_call_whose_process_died_just_after_it_was_parked_waits_on(waiting, capl
         if begun_by:
             leave(client, place, copy=begun_by)
     assert killed(waiting, call) == found
-    assert ("waits on: the process" in caplog.text) == (found[0] == "PENDING")
+    assert ("still waits in line: the process" in caplog.text) == (found[0] == "PENDING")
 
 
 @pytest.mark.parametrize("begun", [False, True], ids=["parked", "woken since"])
@@ -242,7 +242,7 @@ def test_call_without_a_header_whose_process_died_parked_waits_on(waiting, locks
     delivered.request.free_dead()
     delivered.request.on_failure(info_of(WorkerLostError("gone")))
     assert waiting.AsyncResult(call.task_id).state == "PENDING"
-    assert "waits on: the process" in caplog.text
+    assert "still waits in line: the process" in caplog.text
     assert bool(locks.zscore(f"{call.key}:line", call.task_id)) != begun
 
 
@@ -281,7 +281,7 @@ def test_child_that_dies_while_redis_is_away_has_failed(waiting, proxy, caplog):
     with proxy.black_hole():
         Delivered(waiting, call=call).request.on_failure(info_of(WorkerLostError("gone")))
     assert waiting.AsyncResult("id-1").state == "FAILURE"
-    assert "whether it waits on is not known" in caplog.text
+    assert "whether it still waits in line is not known" in caplog.text
 
 
 def test_event_loop_asks_for_a_revoked_call_by_its_quick_client(waiting, monkeypatch):

@@ -268,8 +268,8 @@ def test_call_whose_options_its_task_does_not_take_runs_without_them(producer, l
     result = send(producer, "skipping", STARTED, name="n")
     assert result.get(timeout=60) == "n"
     assert not [*locks.scan_iter("*:queued")]
-    far_worker.wait_for_log(f"[{result.id}] runs without options of its own: ")
-    assert far_worker.log_text().count("runs without options of its own") == 1
+    far_worker.wait_for_log(f"[{result.id}] runs without the options of its call: ")
+    assert far_worker.log_text().count("runs without the options of its call") == 1
 
 
 def test_mark_of_a_task_without_a_guard_ends_when_its_worker_has_it(producer, locks):

@@ -281,7 +281,7 @@ def test_copy_of_a_broadcast_that_meets_its_own_call_ends(broadcast, caplog):
     with pytest.raises(Dropped):
         come_back(broadcast, CALL, 1.0, "it is held", own=True)
     assert "A copy of t[id-1] is dropped: it is held." in caplog.text
-    assert "send guarded tasks to a queue of another exchange" in caplog.text
+    assert "route guarded tasks to a queue of another exchange" in caplog.text
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])

@@ -139,7 +139,7 @@ def test_operators_lock_blocks_the_task(tasks, locks, foreign_keys, worker, word
     assert result["holder"]["state"] == "foreign"
     assert locks.get(WHOLE) == value
     if word:
-        worker.wait_for_log(f"is locked by a value that is not a time: '{word}'")
+        worker.wait_for_log(f"is locked by '{word}', which is not a time")
     else:
         assert result["holder"]["deadline"] == until + 1
 

@@ -103,7 +103,7 @@ def test_unreachable_server_fails_the_task_or_lets_it_run_if_asked(far, journal)
     result = far.send(name="a", on_redis_error="run")
     assert result.get(timeout=60) == "a"
     assert [(e["task_id"], e["key"]) for e in journal.entries(what="start")] == [(result.id, None)]
-    far.worker.wait_for_log(f"[{result.id}] runs unguarded")
+    far.worker.wait_for_log(f"[{result.id}] runs without its lock")
 
 
 def test_result_stands_when_the_release_fails(far, gates):

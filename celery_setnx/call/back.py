@@ -74,7 +74,7 @@ _SILENT = ("sqs", "gcpubsub", "azureservicebus", "azurestoragequeues")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
 _REQUEUE_S = 1.0
 _DROPPED_COPY = (
-    "A copy of %s is dropped: %s. A fanout exchange has made it; send guarded tasks to a queue of another "
+    "A copy of %s is dropped: %s. It came from a fanout exchange: route guarded tasks to a queue of another "
     "exchange."
 )
 
@@ -318,9 +318,9 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
         message.send(task.app, call, countdown)
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         not_taken_back(task, call, error, reason)
-    text = f"{reason}; comes back in {countdown:.1f} s (wait {call.waits})"
+    text = f"{reason}; tries again in {countdown:.1f} s (wait {call.waits})"
     if own or call.is_woken:
-        waits = "waits for another delivery of itself" if own else "waits on"
+        waits = "waits for another delivery of the same call" if own else "still waits"
         logger.info("%s %s: %s.", call, waits, text, extra=fields("comes_back", call))
         raise Waits(text, countdown)
     raise ComesBack(text, when=countdown)  # Celery logs this text, in its own line about the retry
@@ -333,19 +333,19 @@ def not_taken_back(task: Task, call: Call, error: Exception, reason: str) -> NoR
     """
     pass_on_time_limit(error)
     is_delivered_again = task.acks_late and Message.of(task).may_come_back(task.app)
-    text = "%s could not be sent back to the broker (%s) while %s. It %s."
+    text = "%s could not be sent back to the broker: %s. It was to wait or retry because %s. %s."
     logger.error(
         text,
         call,
         unstopped(error),
         reason,
-        "is delivered again" if is_delivered_again else "fails",
+        "The broker delivers it again" if is_delivered_again else "It fails",
         extra=fields(of=call),
     )
     if is_delivered_again:  # at once, and again and again if nobody mends that
         time.sleep(_REQUEUE_S)
         raise Reject(reason, requeue=True) from error
-    reason = f"{unstopped(error)}; it was to come back because {unstopped(reason)}"
+    reason = f"{unstopped(error)}; it was to wait or retry because {unstopped(reason)}"
     raise LockUnavailable(call.key or call.task, reason, str(call)) from error
 
 
@@ -397,7 +397,7 @@ def known_result(backend: Any, task_id: str, call: object) -> Mapping[str, Any]:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a backend raises, it does not know
         logger.warning(
-            "%s goes on, though it may have ended: its result is not known (%s).",
+            "%s runs, though it may have ended already: its stored result cannot be read (%s).",
             call,
             unstopped(error),
             extra=fields(of=call),

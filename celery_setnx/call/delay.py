@@ -79,7 +79,7 @@ def declared(app: Celery, queue: str, wait_s: float) -> str | None:
             return None
         refused[waits.name] = time.monotonic() + _REFUSED_S
         text = (
-            "Couriers wait in workers, and not in the broker, which refuses the queue %s: %s Run "
+            "Couriers wait in workers instead of the broker, which refuses the queue %s: %s Run "
             "`celery setnx doctor`: it prints what to allow."
         )
         logger.warning(text, waits.name, error)

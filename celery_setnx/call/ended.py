@@ -94,7 +94,7 @@ def free_ended(
         logger.info(text, key, state, task_id, error, extra=fields(task=task, task_id=task_id, key=key))
         return False
     if is_freed:
-        text = "%s was %s by task %s, which has ended. The lock server may have come back with older data."
+        text = "%s is freed: it was %s by task %s, which has ended. Redis may have come back with older data."
         logger.warning(text, key, state, task_id, extra=fields(task=task, task_id=task_id, key=key))
     return is_freed
 

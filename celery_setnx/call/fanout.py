@@ -59,8 +59,7 @@ class CallOutcome:
     Attributes:
         index: Its place in the iterable, from 0.
         state: `accepted`, `duplicate` or `failed`.
-        task_id: Its own id if it was accepted; if it is a duplicate, that of the task which is queued or
-            running; None if it failed.
+        task_id: Its own id if it was accepted; the earlier call's id if it is a duplicate; None if it failed.
         error: Why it failed, or None.
     """
 
@@ -76,8 +75,8 @@ class FanOut:
 
     Attributes:
         accepted: Calls that the broker has taken.
-        duplicates: Calls that were not sent, because the same call is queued or running.
-        failed: Calls that could not be sent for their own sake: no key, wrong arguments, not serializable.
+        duplicates: Calls that were not sent: the same call is queued or running, or has succeeded.
+        failed: Calls that could not be sent: no key, wrong arguments, not serializable.
         first_error: The error of the first failed call, or None.
     """
 
@@ -321,7 +320,7 @@ class FanningOut:
     def _warn_once(self, error: Error, _what: str) -> None:
         if not self.warned:
             logger.warning(
-                "The fan-out of %s goes on, but not every key is marked as it should be: a call may be "
+                "The fan-out of %s continues, but some marks are missing or kept too long: a call may be "
                 "queued twice, or be taken for queued for %g s more. Every run is guarded. %s",
                 self.task.name,
                 GRACE_S,

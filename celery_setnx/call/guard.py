@@ -134,7 +134,7 @@ class Guard:
         except SoftTimeLimitExceeded:  # of the task that is running
             raise
         except Exception as error:  # noqa: BLE001 - an OptionError, or whatever such values lead to
-            logger.warning("%s runs without options of its own: %s", call, error, extra=fields(of=call))
+            logger.warning("%s runs without the options of its call: %s", call, error, extra=fields(of=call))
             known = {}
         return call._replace(options=known)
 

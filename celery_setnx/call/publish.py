@@ -61,17 +61,17 @@ _ANY_ARGUMENTS = inspect.Signature(
 class Duplicate:
     """A call that was not published, as an `on_duplicate` callable sees it.
 
-    What the callable returns is what `apply_async` returns.
+    `apply_async` returns what the callable returns.
 
     Attributes:
         task: Name of the task.
         key: The lock's Redis key.
-        task_id: Id of the task that is queued or running, or has succeeded.
+        task_id: Id of the earlier call.
         state: `queued`, `running` or `done`.
-        holder: The record of the running task; None if it does not run.
+        holder: The holder's record if the earlier call runs; else None.
         args: The call's positional arguments.
         kwargs: The call's keyword arguments.
-        result: The `AsyncResult` of that task; its `deduplicated` is True.
+        result: The `AsyncResult` of the earlier call; its `deduplicated` is True.
         about: What the key was made of, such as `account_id=7`; empty if that is not to be shown.
     """
 
@@ -147,29 +147,29 @@ def send_task(
     singleton: SingletonOptions | None = None,
     **options: Any,
 ) -> Any:
-    """Publish a call of a task by its name, deduplicated: for producers without the task's code.
+    """Publish a call of a task by its name, without duplicates; for publishers without the task's code.
 
-    `app.send_task` and `celery call` publish as well, and the run is guarded all the same; they do not ask
-    whether the same call is queued already. (With `until_started` such a call asks when it meets a held lock:
-    at most one waits for it, the others are skipped.) The task must be guarded where it runs: another one
-    runs without a lock, and its mark ends when a worker that imports the package takes it, or lapses.
+    `app.send_task` and `celery call` also work, and the run is guarded; but they do not check whether the
+    same call is queued already. (With `until_started` such a call checks when it finds the lock held: at most
+    one waits, the others are skipped.) The task must be guarded where it runs. Otherwise it runs without a
+    lock, and its mark ends when a worker that imports the package takes it, or lapses.
 
     Args:
-        app: The app; its `setnx_url` and `setnx_prefix` must be the workers'.
+        app: The app, with the same `setnx_url` and `setnx_prefix` as the workers.
         name: Name of the task.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        singleton: Options of this call. Without the task's code there are no others, and no signature: give
-            `key` as the task does, and by keyword the arguments that it names.
+        singleton: Options of this call. The task's own are not known here: give the same `key` as the task,
+            and pass the arguments that it names by keyword.
         options: Further options of `celery.Celery.send_task`.
 
     Returns:
-        An `AsyncResult`; if `.deduplicated`, that of the call that is queued or running.
+        An `AsyncResult`. If its `deduplicated` is True, it is the earlier call's.
 
     Raises:
         OptionError: No key is given, or an option is unknown, malformed or cannot travel.
         UnkeyableCall: The key names an argument that is not given by keyword.
-        DuplicateTask: The call is a duplicate, and is to be refused.
+        DuplicateTask: The call is a duplicate, and `on_duplicate="raise"`.
 
     Example:
         >>> send_task(app, "shop.settle", kwargs={"account_id": 7},   # doctest: +SKIP
@@ -319,7 +319,7 @@ def _noted(result: Any, *, deduplicated: bool) -> Any:
 def _complain(told: Call, error: Error, what: str) -> None:
     """The call's own fate stands; its mark, if it has one, lapses after the grace lease."""
     if not what:
-        text = "A call of %s is published without asking whether it is a duplicate; its run is guarded. %s"
+        text = "A call of %s is published without a check for duplicates; its run takes the lock. %s"
         logger.warning(text, told.task, error.brief, extra=fields(of=told))
         return
     text = "%s %s, but its mark %s stays as it is, and lapses by itself. %s"

@@ -99,7 +99,7 @@ def _send(app: Celery, heir: Heir, call: Call, message: Message) -> None:
     try:
         message.send(app, call.as_copy())
     except Exception as error:
-        text = "Task %s has its turn for %s, and could not be sent: %s It is tried again in about %g s."
+        text = "Task %s is next for %s, but could not be sent to the broker: %s It is tried again in %g s."
         logger.warning(text, heir.task_id, call.key, error, _UNSENT_S, extra=fields(of=call))
         _take_back(app, heir, call.task, call.key)
         if isinstance(error, SoftTimeLimitExceeded):
@@ -145,7 +145,7 @@ def send_from_line(app: Celery, key: str, task_id: str, client: redis.Redis) -> 
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the line has, or the transport raises
         logger.warning(
-            "Task %s is handed %s, and could not be sent: %s",
+            "Task %s is next for %s, but could not be sent to the broker: %s",
             task_id,
             key,
             error,
@@ -269,7 +269,7 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
         call, message = _of_its_line(app, text)
     except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
         logger.warning(
-            "Task %s has waited for long enough, and is left to its courier: %s",
+            "Task %s has reached its max_wait or expiry, and is left to its courier: %s",
             task_id,
             error,
             extra=fields(task_id=task_id, key=key),
@@ -278,7 +278,8 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
     try:
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
-        text = "%s has waited for long enough, and could not be sent: %s It is tried again in %g s."
+        text = "%s has reached its max_wait or expiry, but could not be sent to the broker: %s "
+        text += "It is tried again in %g s."
         logger.warning(text, call, error, _UNSENT_S, extra=fields(of=call))
         return _UNSENT_S
     return None
@@ -297,13 +298,11 @@ def report_take_over(
     """Log that a call has taken a lock over, from whom, and why; and leave a note of it."""
     ended_s = server_time - (dead.deadline or server_time)
     if dead.state == "foreign":
-        why = f"it ended {ended_s:.1f} s ago, and was not released."
+        why = f"it ended {ended_s:.1f} s ago without a release."
     elif ended_s >= 0:
         is_dead = settings_of(app).same_host and is_surely_dead(dead.info)
-        fate = "on this host is dead" if is_dead else "died, stood still, or could not reach Redis"
-        why = (
-            f"its lease ended {ended_s:.1f} s ago, neither renewed nor released in time; its process {fate}."
-        )
+        fate = "on this host is dead" if is_dead else "died, hung, or could not reach Redis"
+        why = f"its lease ended {ended_s:.1f} s ago without a renewal or a release. The process {fate}."
     else:
         why = "its process on this host is dead."
     logger.warning("%s took over %s from %s: %s", call, key, dead, why, extra=extra)

@@ -28,12 +28,11 @@ class HeldLock:
     Attributes:
         key: The lock's Redis key.
         token: Proof of being the holder.
-        fence: A number that only grows per lock, and with several permits per permit; hand it to the resource
-            that you protect.
+        fence: A number that only grows, per lock or per permit; pass it to the resource that you protect.
         permit: Which of the lock's permits it is; the first is 0.
         lease_s: Seconds by which each renewal moves the deadline.
-        retention_s: Seconds for which what is known of a dead holder is kept.
-        lost: Why the lock counts as lost, or None while it does not.
+        retention_s: Seconds for which the record of a dead holder is kept.
+        lost: Why the lock is lost; None while it is not.
         is_watched: Whether a thread of this process renews it.
     """
 
@@ -66,11 +65,10 @@ class HeldLock:
     def ensure(self) -> None:
         """Do nothing while the lock is surely ours; sleep for a millisecond if its renewal is late.
 
-        A body that computes between brief system calls, and never waits, may keep the thread that renews from
-        its turn for longer than a lease.
+        A body that computes without ever waiting may block the thread that renews for longer than a lease.
 
         Raises:
-            LockLost: The server said so, or the lease may have ended.
+            LockLost: Redis says that the lock is lost, or the lease may have ended.
         """
         if self.is_watched and self.remaining_s() < self.lease_s / 2:
             time.sleep(_TURN_S)
@@ -93,14 +91,14 @@ class HeldLock:
         self.ensure()
 
     def release(self, *, at_least_for: float = 0.0, mark_for: float = 0.0, done_for: float = 0.0) -> Released:
-        """Give the lock back; a second call answers as the first.
+        """Release the lock; a second call returns the same as the first.
 
         Args:
             at_least_for: Seconds since the acquisition until which the lock rests. Defaults to 0.
-            mark_for: Seconds for which the key is marked as queued in the same step, because the task has
-                sent its retry. Defaults to 0: it is not.
-            done_for: Seconds for which it is remembered, in the same step, that the task has succeeded.
-                Defaults to 0: it is not.
+            mark_for: Seconds for which the key is marked as queued in the same step, for a retry that was
+                sent. Defaults to 0: no mark.
+            done_for: Seconds for which the success of the call is remembered, in the same step. Defaults to
+                0: not at all.
 
         Returns:
             `released`; `resting` until `at_least_for` is over; `repaired` if a classic client had
@@ -121,7 +119,7 @@ class HeldLock:
             reply_to(self.client, "ZREM", starts_name(self.key), start)
 
     def hold(self, lease: float) -> Released:
-        """Keep the lock for the holder's own retry instead of releasing it; nobody renews it meanwhile.
+        """Keep the lock for the holder's own retry instead of releasing it; it is not renewed.
 
         Args:
             lease: Seconds from now after which it may be taken over all the same.
@@ -161,7 +159,7 @@ class HeldLock:
         elif word == "gone":
             self.lost = "its key has vanished from Redis (deleted, evicted, or the data was lost)"
         else:
-            self.lost = f"the server no longer knows it as ours (the lock's value is now {value!r})"
+            self.lost = f"it is no longer ours in Redis (the lock's value is now {value!r})"
 
 
 def renew_all(locks: Sequence[HeldLock], client: Any = None) -> list[LockUnavailable | LockRefused | None]:

@@ -126,7 +126,7 @@ class Keeper:
             return False
         if self._watched.pop(watched.held.token, None) is watched:
             logger.warning(
-                "%s has ended without giving %s back; it is renewed no more, and its lease of %g s ends it.",
+                "%s has ended without releasing %s. It is no longer renewed; its lease of %g s ends it.",
                 _owner(watched.held, first=True),
                 watched.held.key,
                 watched.held.lease_s,
@@ -165,8 +165,8 @@ class Keeper:
                 say_loudly(error)
             if error is not None and not watched.failing:
                 logger.warning(
-                    "The lease of %s was not renewed for %s. It stays ours for %.1f s more, and "
-                    "renewing goes on: %s",
+                    "The lease of %s was not renewed for %s. The lock is kept for %.1f s more, and "
+                    "renewal is tried again. %s",
                     watched.held.key,
                     _owner(watched.held),
                     watched.held.remaining_s(),
@@ -294,7 +294,7 @@ def _tell(on_lost: OnLost, held: HeldLock, reason: str) -> None:
         on_lost(held, reason)
     except Exception:
         logger.exception(
-            "What was to be told of the loss of %s failed.",
+            "The loss of %s could not be reported.",
             held.key,
             extra=fields(task_id=task_of(held.token), key=held.key),
         )

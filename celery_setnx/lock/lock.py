@@ -53,30 +53,29 @@ LONGEST_PERIOD_S = 366 * DAY_S  # between two starts
 class SetnxLock(NamedLock):
     """A lock by name: the SETNX recipe, made safe. Usable without Celery.
 
-    Nothing renews the lease behind your back: finish within it, or call `held.renew()`. (Under
-    `SingletonTask` a thread does that.)
+    Nothing renews the lease for you: finish within it, or call `held.renew()`. (Under `SingletonTask` a
+    thread renews it.)
 
     Args:
         client: A `redis.Redis` client. Give it short socket timeouts.
-        name: The lock's Redis key, as any program in any language sees it. The record lives beside it,
-            in the same cluster slot.
+        name: The lock's Redis key, for programs in any language. The record lies next to it, in the same
+            cluster slot.
         lease: Seconds (or timedelta) after which a holder that stopped renewing may be taken over.
             Defaults to 30.
         wait: Seconds for which `with` waits for a held lock. Defaults to 0.
         info: What the record says of the holder: JSON values, or their JSON. Defaults to nothing.
         retention: Seconds that an unreleased record outlives its deadline. Defaults to a day.
         clock: Monotonic clock of this process, in seconds. Defaults to `time.monotonic`.
-        mark: Redis key of the mark beside the lock: a task's own ends when it acquires. Defaults to none.
-        line: Whether tasks may wait in line for it, as they do for a task's lock: a release hands it to the
-            first. Defaults to False: with several permits their line is not passed, and workers see to it.
+        mark: Redis key of the lock's mark; a task's own mark ends when it acquires. Defaults to none.
+        line: Whether tasks may wait in line for it: a release then hands it to the first. Defaults to False:
+            workers serve the line, and with several permits nobody overtakes it.
         limit: How many may hold it at a time, each with a permit of its own: 1 to 100. Defaults to 1.
-        rate: How many may acquire it within any so many seconds, as a pair. Defaults to None: any number.
+        rate: How many may acquire it within how many seconds, as a pair. Defaults to None: any number.
 
     Attributes:
         terms: Its limit and rate.
-        turns: What releases through this object have left to be done for its line; whoever does it takes it
-            from here.
-        token: The proof with which the lock was last acquired through this object; None if it never was.
+        turns: Work that releases through this object have left for the line; take it from here and do it.
+        token: The proof of the last acquisition through this object; None without one.
 
     Raises:
         ValueError: A lease that is not positive, a negative retention, a limit or a rate out of range, or a
@@ -138,8 +137,8 @@ class SetnxLock(NamedLock):
         """Try to become the holder.
 
         Args:
-            wait: Seconds for which a held lock is tried again, with jittered backoff. Defaults to 0.
-            token: Proof of being the holder. Calling again with the same token is harmless: it answers
+            wait: Seconds for which to try a held lock again, with jittered backoff. Defaults to 0.
+            token: Proof of being the holder. Calling again with the same token is harmless: the outcome is
                 acquired. Defaults to a new random token. A task's is `<task id>|<retries>|<nonce in hex>`:
                 its own resting lock does not stand in its way, and a lock held for its retry is resumed.
             dead: The token of a holder whose process is proved dead; its lock is taken over before its
@@ -147,10 +146,11 @@ class SetnxLock(NamedLock):
             caller: The call that it is for. Defaults to one that does not wait.
 
         Returns:
-            The outcome. That another holds the lock is a value, not an error.
+            The outcome. A held lock is a value, not an error.
 
         Raises:
-            LockUnavailable: Redis did not decide; a lock that was acquired unseen ends with its lease.
+            LockUnavailable: Redis did not answer; if the lock was acquired nevertheless, it ends with its
+                lease.
             LockRefused: Redis refuses a command.
         """
         token = token or os.urandom(16).hex()
@@ -183,7 +183,7 @@ class SetnxLock(NamedLock):
     def acquire_at_death(
         self, *, same_host: bool = True, token: str | None = None, caller: Caller = ANYBODY
     ) -> Outcome:
-        """Try to become the holder; at once too if the holder's process, on this host, is surely dead.
+        """Try to become the holder, also when the holder's process on this host is proved dead.
 
         Args:
             same_host: Whether to look for such a proof. Defaults to True.
@@ -253,9 +253,9 @@ class SetnxLock(NamedLock):
         return verbs.free(self, task_id=task_id) in ("released", "repaired")
 
     def holder(self) -> Holder | None:
-        """Who holds the lock now, without touching it: None if it is free, or its deadline has passed.
+        """The holder of the lock now; None if the lock is free, or its deadline has passed.
 
-        With several permits: who has held one for longest, or None while one of them is free.
+        With several permits: the one that has held longest, or None while a permit is free.
 
         Raises:
             LockUnavailable: Redis did not answer.
@@ -264,7 +264,7 @@ class SetnxLock(NamedLock):
         return self.look().longest
 
     def holders(self) -> list[Holder]:
-        """Who holds the lock's permits now, in their order.
+        """The holders of the lock's permits now, in their order.
 
         Raises:
             LockUnavailable: Redis did not answer.
@@ -273,7 +273,7 @@ class SetnxLock(NamedLock):
         return self.look().living
 
     def holder_and_waiters(self) -> Holder | None:
-        """Who holds the lock now, as `holder()`, and who waits in line for it.
+        """The holder of the lock now, as with `holder()`, and who waits in line for it.
 
         Raises:
             LockUnavailable: Redis did not answer.
@@ -283,7 +283,7 @@ class SetnxLock(NamedLock):
         return seen.longest and replace(seen.longest, waiters=seen.waiters, waiting=seen.waiting)
 
     def look(self, *, waiters: int = 0) -> Sighting:
-        """What there is of the lock now, and of so many of those who wait in line for it. Defaults to 0.
+        """The state of the lock now, with the first `waiters` of its line. Defaults to 0.
 
         Raises:
             LockUnavailable: Redis did not answer.
@@ -315,7 +315,7 @@ class SetnxLock(NamedLock):
         else:
             if word in ("gone", "lost"):
                 logger.warning(
-                    "The lock %s was %s before it was released: its body may not have run alone.",
+                    "The lock %s was %s before it was released: another may have run at the same time.",
                     self.name,
                     word,
                     extra=fields("lost", key=self.name),

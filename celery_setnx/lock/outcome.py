@@ -10,24 +10,23 @@ from celery_setnx.lock.verbs import AcquireReply
 
 
 class Outcome(NamedTuple):
-    """What became of an attempt to acquire a lock: a value, never an error.
+    """The result of trying to acquire a lock: a value, never an error.
 
     Attributes:
         acquired: True if the caller now holds the lock.
         lock: The held lock, to be released once; None if another holds it.
         taken_over_from: The dead holder's record, if its lock was taken over.
-        holder: The holder's record, if another holds the lock; of several, that of who has held it for
-            longest.
+        holder: The holder's record, if another holds the lock; of several, the one that has held it longest.
         remaining_s: Seconds until the holder's deadline, of several the first one's; None if unknown.
         server_time: The server's clock (Unix seconds) when it decided.
-        mark: Id of the task whose mark was found beside the lock. None if there was none, or if the lock
-            is not used with marks; a mark of the task's own ends when it acquires.
+        mark: Id of the task that the lock's mark names. None without a mark. A task's own mark ends when it
+            acquires.
         waiters: How many tasks wait in line.
-        stale: True if another message has started this very call: it is not to be run again.
-        ends_first: The holder whose deadline is the first; `holder`, where there is one permit only.
+        stale: True if another message has started this very call: do not run it again.
+        ends_first: The holder with the first deadline; `holder`, if there is one permit only.
         paced: True if a permit is free, or held for this task's retry, and no call may start before
             `remaining_s` is over.
-        is_due: True if calls wait in line for a permit that is free: somebody is to look at it now.
+        is_due: True if calls wait in line for a permit that is free: serve the line now.
     """
 
     acquired: bool

@@ -80,8 +80,8 @@ class Heir:
 
     Attributes:
         task_id: The task's id.
-        call: What it is woken with; None if it asks by itself, or its wake-up is on its way.
-        taken_over_from: Who held the lock before, if that one has died.
+        call: The message to wake it with; None if it asks by itself, or its wake-up is on its way.
+        taken_over_from: The holder before, if it has died.
         server_time: The server's clock (Unix seconds) then; 0 if nobody has died.
     """
 
@@ -92,11 +92,11 @@ class Heir:
 
 
 class Turn(NamedTuple):
-    """What is left to be done for a line when a permit was given back.
+    """The work left for a line when a permit was released.
 
     Attributes:
-        heir: To whom it was handed, and who is to be woken; None if it was not.
-        look_in_s: Seconds after which somebody is to look at the line; None if there is no need.
+        heir: The call that it was handed to, to be woken; None if there is none.
+        look_in_s: Seconds after which to look at the line; None if there is no need.
     """
 
     heir: Heir | None
@@ -124,22 +124,22 @@ class ServeReply(NamedTuple):
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock, or held it when it was taken over.
+    """The holder of a lock, or the dead holder of one that was taken over.
 
     Attributes:
         token: Proof of being the holder; for a task `<task id>|<retries>|<nonce>`. Empty if foreign.
         deadline: Server time (Unix seconds) at which the lease ends; None if the lock has none.
         fence: The holder's fence; 0 if foreign.
         state: `running`, `resting` or `held_for_retry`; `handed`: kept for the first in line, which has been
-            woken; `failed`: its run has failed, and is about to give it back; `foreign`: a lock that no
-            program of ours has set; or `paced`: nobody has it, and no call may start before the deadline.
+            woken; `failed`: its run has failed and is about to release it; `foreign`: another program has set
+            it; or `paced`: nobody has it, and no call may start before the deadline.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
-        info: What the holder says of itself: task, about, task_id, worker, host, pid.
+        info: Details of the holder: task, about, task_id, worker, host, pid.
         value: The lock's value in Redis.
-        waiters: Who waits in line for the lock, the first hundred; known to those who ask for them.
-        waiting: How many do.
+        waiters: The first hundred in line for the lock, if they were asked for.
+        waiting: How many wait in line.
         permit: Which of several permits it holds; the first is 0.
-        raw: Its value and its record as Redis has them; known to those who look.
+        raw: Its value and its record as in Redis; set by `look`.
     """
 
     token: str

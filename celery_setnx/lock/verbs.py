@@ -100,7 +100,7 @@ class Caller(NamedTuple):
     """The call that a lock is acquired for, if it may have waited, or may wait.
 
     Attributes:
-        call_id: What tells it from others that were given the same task id. Defaults to nothing.
+        call_id: Tells it from other calls with the same task id. Defaults to nothing.
         attempt: Number of its attempt; messages of an earlier one are stale. Defaults to 0.
         copy: Which of its messages this is; of several only one acquires. Defaults to its first.
         remember_s: Seconds for which it is remembered that this one has acquired. Defaults to 0: only if it

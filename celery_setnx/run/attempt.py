@@ -141,7 +141,7 @@ class Attempt:
                 say_loudly(error)
                 if self.options.on_redis_error == "run":
                     logger.warning(
-                        "%s runs unguarded (on_redis_error='run'). %s",
+                        "%s runs without its lock (on_redis_error='run'). %s",
                         self,
                         error.brief,
                         extra=fields("unguarded", self.call),
@@ -159,8 +159,8 @@ class Attempt:
         """Say that it has lost its lock; its body runs on."""
         call = self.call
         logger.warning(
-            "%s lost its lock %s: %s. Its body runs on, and another may run beside it; lock.ensure() tells "
-            "the body.",
+            "%s lost its lock %s: %s. The body runs on, and another call may run at the same time. To stop "
+            "the body, call lock.ensure() in it.",
             self,
             held.key,
             reason,
@@ -339,8 +339,8 @@ class Attempt:
             report_take_over(self.task.app, self, held.key, dead, outcome.server_time, told)
             self.send(lock_taken_over, fence=held.fence, holder=dead)
         if call.is_woken:
-            text = "%s has its turn: it waited %.1f s for %s."
-            logger.info(text, self, waited_s, held.key, extra=fields("woken", call))
+            text = "%s has its lock %s after waiting %.1f s."
+            logger.info(text, self, held.key, waited_s, extra=fields("woken", call))
             self.send(lock_woken, waited_s=waited_s)
         self.send(lock_acquired, fence=held.fence, waited_s=waited_s)
         self.facts.begun = True
@@ -498,10 +498,10 @@ class Attempt:
 
     def _report_lapse(self, marked_by: str | None) -> None:
         logger.warning(
-            "%s was the only one queued when it was published, but its mark %s when it started: another call "
-            "of %s may have been published meanwhile. It runs under its lock.",
+            "%s started after its mark %s: a duplicate may be queued (key %s). Each runs under its lock. If "
+            "calls wait in the queue for longer than queue_lease, make that longer.",
             self,
-            f"was that of {marked_by}" if marked_by else "was gone",
+            f"had passed to task {marked_by}" if marked_by else "was gone",
             self.lock.name,
             extra=fields("lapsed", self.call),
         )

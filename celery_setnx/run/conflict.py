@@ -38,7 +38,7 @@ class WaitInLine(Exception):
 
 @dataclass(frozen=True)
 class Conflict:
-    """A call whose lock another holds, as an `on_conflict` callable sees it.
+    """A call that found its lock held, as an `on_conflict` callable sees it.
 
     The callable's return value is the task's result. It may call `skip()`, `retry()` or `fail()`, or raise.
 
@@ -47,7 +47,7 @@ class Conflict:
         call: The call, as its message describes it.
         options: The options of this call.
         outcome: What the attempt to acquire the lock found.
-        queued_as: Id of the queued task that this call duplicates, if its publisher did not ask. Such a call
+        queued_as: Id of the queued call that this one duplicates, if its publisher did not check. Such a call
             is skipped, whatever the policy. Defaults to None.
     """
 
@@ -64,7 +64,7 @@ class Conflict:
 
     @property
     def holder(self) -> Holder:
-        """The holder of the lock; of several the one that has held it for longest."""
+        """The holder of the lock; of several, the one that has held it longest."""
         return cast("Holder", self.outcome.holder)
 
     @property
@@ -74,7 +74,7 @@ class Conflict:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a body of the call may have begun before: this is a retry, or a second delivery."""
+        """Whether a body of the call may have begun already: in a retry, or a second delivery."""
         return bool(self.call.again or self.task.request.retries)
 
     @property
@@ -99,12 +99,12 @@ class Conflict:
 
     @property
     def reason(self) -> str:
-        """One clause that says that the lock is held, and by whom."""
+        """Who holds the lock, in one clause."""
         is_own, is_paced = self.holder.task_id == self.call.task_id, self.holder.state == "paced"
         return held(self.key, self.holder, 1 if is_own else self.options.limit, paced=is_paced)
 
     def skip(self) -> Any:
-        """The `skip_result`; to be returned as the task's result."""
+        """The `skip_result`; return it as the task's result."""
         because = self.reason
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
@@ -135,10 +135,10 @@ class Conflict:
         self._come_back(countdown)
 
     def wait(self) -> NoReturn:
-        """Let the call wait in line: it is woken when its turn has come, first come first served per key.
+        """Let the call wait in line; it is woken when it is next, first come first served per key.
 
         Raises:
-            celery_setnx.run.conflict.WaitInLine: Always; what follows is as with `on_conflict="wait"`.
+            celery_setnx.run.conflict.WaitInLine: Always; the call then waits as with `on_conflict="wait"`.
             OptionError: The task has another base class: no worker would serve its line in time.
         """
         self.check_base()
@@ -202,7 +202,8 @@ class Conflict:
         )
         if self.holder.state == "foreign" and self.remaining_s is None:
             text = (
-                "%s is locked by a value that is not a time: %r. It never ends; delete it if nobody needs it."
+                "%s is locked by %r, which is not a time, so it never expires. Another program has set it: "
+                "delete the key if nobody needs it."
             )
             logger.error(text, self.key, self.holder.value, extra=fields(of=self.call))
 

@@ -291,11 +291,11 @@ def _end(courier: Task, key: str, told: Any, error: Exception) -> None:
     try:
         call, message = Message.unpacked(courier.app, text if isinstance(text, str) else "")
     except (ValueError, DecodeError, ContentDisallowed):  # whatever there is in the place of a call
-        said = "A courier of %s comes no more, and the call that it looks after is lost, if it has one: %s"
+        said = "A courier of %s is dropped as malformed; if it carried a call, that call is lost: %s"
         logger.error(said, key, error, extra=fields(key=key))
         return
     logger.error(
-        "The courier of %s (key %s) comes no more, and the call is sent: %s",
+        "The courier of %s (key %s) is dropped as malformed, and the call is sent: %s",
         call,
         key,
         error,
@@ -317,7 +317,7 @@ def _look_after(app: Celery, parked: ParkedCall) -> tuple[ParkedCall, float, flo
         raise
     except LockRefused as error:
         logger.error(
-            "%s can wait no longer, and is sent to say so itself: %s",
+            "%s can no longer wait in line; it is sent, and fails with this error: %s",
             parked,
             error,
             extra=fields(of=parked.call),

@@ -110,7 +110,7 @@ def _survive(send: Callable[[], None], type_: str, fields: Mapping[str, Any]) ->
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         _silent_until = time.monotonic() + _SILENCE_S
         what = f"{type_} of {fields['name']}[{fields['uuid']}] ({fields['key']})"
-        text = "The event %s was not sent, nor is any other for %g s. Its task goes on: %s"
+        text = "The event %s was not sent, and no event is tried for %g s. The task is not affected: %s"
         logger.warning(text, what, _SILENCE_S, repr(error))
 
 

@@ -122,7 +122,7 @@ def _end(attempt: Attempt, held: HeldLock, fate: _Fate) -> None:
         word = _release_or_hold(attempt, held, fate)
     except Exception as error:  # noqa: BLE001 - the body's own result or exception stands
         text = "%s has ended, but its lock %s was not released: %s "
-        text += "That is tried again until its lease of %g s ends it."
+        text += "The release is tried again until its lease of %g s ends it."
         logger.warning(text, attempt, held.key, error, held.lease_s, extra=fields(of=attempt.call))
 
         def again() -> None:  # "lost" tells nothing here: an earlier release may have worked unseen

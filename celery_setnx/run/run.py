@@ -69,8 +69,8 @@ def warn_of_thread(task: Task | None) -> None:
     for run in untold:
         run.is_told = True
     if untold:
-        text = "%s runs, and thread %s beside it asked for its lock. That is None there, and what the thread "
-        text += "does is not fenced: hand it the lock that the body has, lock = self.lock."
+        text = "%s runs, and thread %s asked for its lock, which is None in other threads: the work of that "
+        text += "thread is not fenced. Pass it the lock of the body, lock = self.lock."
         logger.warning(text, untold[0], threading.current_thread().name)
 
 

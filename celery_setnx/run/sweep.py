@@ -199,7 +199,11 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             say_loudly(error)
             self._wait_longer_after(error)
             if not self._fails:  # it is said once
-                logger.warning("Lines are not swept until this ends, tried every %g s: %s", SWEEP_S, error)
+                logger.warning(
+                    "Lines are not swept, so waiting calls may be late. Tried again every %g s: %s",
+                    SWEEP_S,
+                    error,
+                )
             self._fails = True
         except Exception:
             logger.exception("The lines were not swept, and are in %g s.", SWEEP_S)

@@ -19,7 +19,7 @@ logger = Log("celery_setnx")
 _EVERY_S = 10.0
 _REFUSED_S = 60.0
 _OTHER_PREFIX = (
-    "Calls wait for %s, and no worker looks at their line: it was noted with setnx_prefix %r, and this "
+    "Calls wait for %s, and no worker looks at their line: their setnx_prefix is %r, and this "
     "worker has %r. Give all workers and publishers the same one; until then these calls wait for their "
     "couriers."
 )

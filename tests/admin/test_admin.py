@@ -34,7 +34,7 @@ def test_staff_sees_who_has_a_lock_and_who_waits_and_releases_it(browser, shop, 
 
     browser.click("//a[.='Release']")
     browser.wait_for("//input[@value='Yes, release it']")
-    assert "It runs on without its lock, and another may run beside it." in browser.text()
+    assert "It runs on without its lock, and another call may run at the same time." in browser.text()
     assert shop.held(first, waiting=1).holder.fence == holder.fence
     assert shop.entries() == []
     browser.click("//input[@value='Yes, release it']")

@@ -83,13 +83,13 @@ def test_frozen_leader_sends_nothing_more_when_it_wakes(beats, report):
         gaps.append(beats.wait_for_ticks(1, pid=follower.pid)[-1]["at"] - frozen)
         thawed = len(beats.ticks(pid=leader.pid))
         leader.thaw()
-        leader.wait_for_log("Leads no more", number + 1)
+        leader.wait_for_log("No longer leads", number + 1)
         beats.wait_for_more(2, pid=follower.pid)
         assert len(beats.ticks(pid=leader.pid)) <= thawed + 1
         follower.freeze()  # so that the one that was frozen leads again
         beats.wait_for_leader(but=follower)
         follower.thaw()
-        follower.wait_for_log("Leads no more", number + 1)
+        follower.wait_for_log("No longer leads", number + 1)
     beats.assert_each_once(INTERVAL_S, stops=2 * stops)
     report("SIGSTOP past the lease instead of kill", beats, gaps)
 

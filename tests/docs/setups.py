@@ -127,6 +127,7 @@ if celery.VERSION >= (5, 5):
         ),
     ],
     "docs/monitoring.md": [
+        Fragment("def somebody_died(sender", before="@app.task(base=SingletonTask)\ndef settle(): ..."),
         Fragment(
             "metrics.serve(app, port=9808)",
             after="from celery_setnx.signals import lock_acquired\nassert lock_acquired.receivers",
@@ -632,8 +633,5 @@ with guarded(app):
         assert settle.apply([8]).get() == "settled"
 """,
         ),
-    ],
-    "docs/signals.md": [
-        Fragment("def somebody_died(sender", before="@app.task(base=SingletonTask)\ndef settle(): ..."),
     ],
 }

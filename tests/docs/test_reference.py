@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task
-from celery.utils.dispatch import Signal
 
 import celery_setnx
 from celery_setnx import (
@@ -17,7 +16,6 @@ from celery_setnx import (
     SingletonTask,
     check,
     exceptions,
-    signals,
     singleton,
     testing,
 )
@@ -138,19 +136,7 @@ def test_every_setting_has_its_default_in_the_table_and_a_section():
     assert set(known) <= set(sections(text_of("docs/settings.md"), 3))
 
 
-# signals.md
-
-
-def test_every_signal_has_its_arguments():
-    """One section each, with a row for each argument; of what all have, where it means something else."""
-    known = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
-    found = {name: text for name, text in sections(text_of("docs/signals.md")).items() if name in known}
-    assert list(found) == list(known)
-    for name, text in found.items():
-        arguments = [row[0].strip("`") for row in table(text, "argument", "type", "")]
-        common = set() if name == "tick_late" else {"task_id", "key", "about"}
-        assert len(arguments) == len(set(arguments)), name
-        assert common | set(arguments) == set(known[name].providing_args), name
+# monitoring.md
 
 
 def test_orders_are_those_of_the_signals_tests():
@@ -159,35 +145,39 @@ def test_orders_are_those_of_the_signals_tests():
     scenes = test.pytestmark[0].args[1]
     orders = {
         tuple(re.findall(r"`([a-z]+_[a-z_]+)`", row[1]))
-        for row in table(text_of("docs/signals.md"), "the call", "signals, in this order")
+        for row in table(text_of("docs/monitoring.md"), "the call", "signals, in this order")
     }
     assert len(scenes) >= 8
     assert {tuple(dict.fromkeys(expected)) for _scene, expected in scenes} <= orders
 
 
-# exceptions.md
+# api.md, glossary.md
+
+
+def exceptions_listed() -> dict[str, list[str]]:
+    """The exceptions of the table, each with its attributes."""
+    rows = table(text_of("docs/api.md"), "exception", "raised", "attributes", "retry?")
+    return {linked(row[0]): re.findall(r"`(\w+)`", row[2]) for row in rows}
 
 
 def test_every_exception_has_a_section_and_a_row():
-    """All of `exceptions`, and nothing else."""
+    """All of `exceptions`, and nothing else; the section is its docstring's."""
     classes = [value for value in vars(exceptions).values() if isinstance(value, type)]
     known = {value.__name__ for value in classes if issubclass(value, SetnxError)}
-    rows = table(text_of("docs/exceptions.md"), "exception", "where it is raised", "retry?")
-    assert set(sections(text_of("docs/exceptions.md"))) == known
-    assert {linked(row[0]) for row in rows} == known - {"SetnxError"}
+    found = sections(sections(text_of("docs/api.md"))["Exceptions"], 3)
+    assert set(found) == known
+    assert all(f".. autoexception:: celery_setnx.{name}()" in text for name, text in found.items())
+    assert exceptions_listed().keys() == known - {"SetnxError"}
 
 
 @pytest.mark.parametrize("error", ALL, ids=lambda error: type(error).__name__)
-def test_attributes_of_an_exception_are_listed(error):
-    """Those that it has beyond its parent's, and no others."""
-    text = sections(text_of("docs/exceptions.md"))[type(error).__name__]
-    listed = [row[0].strip("`") for row in table(text, "attribute", "")] if "| attribute" in text else []
-    is_child = type(error).__name__ == "LockTimeout"
-    parents = set(vars(exceptions.AlreadyRunning("t", "k", {}))) if is_child else set()
-    assert set(listed) == set(vars(error)) - parents
-
-
-# api.md, glossary.md
+def test_attributes_of_an_exception_are_listed_and_explained(error):
+    """In the table all that it has; in its docstring those that it has beyond its parent's, and no others."""
+    name = type(error).__name__
+    assert set(exceptions_listed().get(name, [])) == set(vars(error))
+    explained = re.findall(r"^ {8}(\w+): \S", error.__doc__.partition("Attributes:\n")[2], re.MULTILINE)
+    parents = set(vars(exceptions.AlreadyRunning("t", "k", {}))) if name == "LockTimeout" else set()
+    assert set(explained) == set(vars(error)) - parents
 
 
 def test_every_public_name_is_in_the_api():

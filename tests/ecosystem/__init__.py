@@ -1,1 +1,1 @@
-"""Other libraries beside ours, on real workers: each row of docs/ecosystem.md has what shows it here."""
+"""Other libraries next to ours, on real workers: each library of docs/works-with.md is tested here."""

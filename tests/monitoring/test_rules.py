@@ -89,9 +89,19 @@ def test_query_names_metrics_and_labels_that_exist(where):
     assert matched | grouped <= OF_PROMETHEUS.union(*(LABELS[metric] for metric in metrics))
 
 
+def test_docs_tell_of_every_metric():
+    """With the label that it has besides `task`; the gauges have `scope` alone."""
+    told = {
+        metric.strip("`"): set(re.findall(r"\bby `(\w+)`", counts))
+        | {"scope" if "gauge" in counts else "task"}
+        for metric, counts in table(text_of("docs/monitoring.md"), "metric", "counts")
+    }
+    assert told == LABELS
+
+
 def test_query_asks_for_outcomes_that_exist():
     """Those of the table of outcomes."""
-    documented = {row[0].strip("`") for row in table(text_of("docs/monitoring.md"), "outcome", "")}
+    documented = {row[0].strip("`") for row in table(text_of("docs/monitoring.md"), "outcome", "meaning")}
     asked = {outcome for expr in exprs().values() for outcome in re.findall(r'outcome="(\w+)"', expr)}
     assert asked == {"freed", "repaired"} <= documented
 

@@ -1,7 +1,7 @@
 """`python -m tests.release`: builds wheel and sdist of the newest commit, and checks all but the upload.
 
 Built twice, from two clones: whoever builds a release gets the same bytes. pip then installs the sdist on
-each CPython of docs/compatibility.md, where there is nothing else. Prints a table of what was checked.
+each CPython of docs/works-with.md, where there is nothing else. Prints a table of what was checked.
 """
 
 import argparse
@@ -168,7 +168,7 @@ def included(built: Built) -> list[str]:
 
 
 def pythons() -> list[str]:
-    """The CPythons of the table in docs/compatibility.md."""
+    """The CPythons of the table in docs/works-with.md."""
     return sorted(
         {row.python for row in rows(PAGE.read_text())}, key=lambda minor: [*map(int, minor.split("."))]
     )

@@ -43,11 +43,7 @@ def test_server_is_not_verified_if_told_so(tasks_of, url_of, certificates):
 @pytest.mark.parametrize(
     ("host", "own", "remedy"),
     [
-        (
-            "localhost",
-            {"ssl_ca_certs": "wrong-ca.pem"},
-            "to the CA that signed the server's certificate",
-        ),
+        ("localhost", {"ssl_ca_certs": "wrong-ca.pem"}, "to the CA that signed the server's certificate"),
         ("127.0.0.1", {}, "use the name in the certificate as the host"),
     ],
     ids=["another CA", "another name"],
@@ -64,7 +60,7 @@ def test_certificate_that_does_not_verify_is_no_outage(tasks_of, url_of, certifi
 def test_tls_with_a_port_that_speaks_none_is_said_to_be(tasks_of, server):
     """The server waits for a command, so there is a timeout: of the handshake."""
     tasks = tasks_of(setnx_url=server.url(1).replace("redis://", "rediss://"), setnx_timeout=0.2)
-    with pytest.raises(LockUnavailable, match="its port may have no TLS"):
+    with pytest.raises(LockUnavailable, match="its port may not use TLS"):
         tasks.work.locked("a")
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.versions`: the table of docs/compatibility.md, each cell in an environment of its own.
+"""`python -m tests.versions`: the table of docs/works-with.md, each cell in an environment of its own.
 
 uv resolves the lowest and the newest versions. `WHEEL` is the wheel to test (built if not given).
 Debian's Redis is the `redis-server` on the PATH. Each cell wants the CPython that the table names: one on the

@@ -1,8 +1,9 @@
-"""The compatibility table of the docs as data: its rows, their cells, and whether an environment is one."""
+"""The versions in docs/works-with.md as data: rows, their cells, and whether an environment is one."""
 
 import re
 from dataclasses import dataclass, replace
 from importlib import metadata
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -11,8 +12,9 @@ from packaging.version import Version
 Edge = Literal["lowest", "newest"]
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "works-with.md"
 PACKAGES = ("celery", "kombu", "redis")
+_HEAD = "| Celery | kombu | redis-py | CPython |\n|---|---|---|---|\n"
 _SPAN = r"([\d.]+)(?: to ([\d.]+))?"
 _ROW = re.compile(rf"\| {_SPAN} \| {_SPAN} \| {_SPAN} \| (3\.\d+) \|")
 
@@ -69,10 +71,12 @@ def rows(page: str) -> list[Row]:
     """The rows of the table.
 
     Raises:
-        ValueError: A line of the table is not a row of three spans.
+        ValueError: There is no table, or a line of it is not a row of three spans.
     """
-    lines = [line for line in page.splitlines() if line.startswith("|")]
-    return [_row(line) for line in lines[2:]]
+    _before, head, table = page.partition(_HEAD)
+    if not head:
+        raise ValueError(f"no table with the head {_HEAD.strip()}")
+    return [_row(line) for line in takewhile(lambda line: line.startswith("|"), table.splitlines())]
 
 
 def cells(rows: list[Row]) -> list[Cell]:
@@ -109,7 +113,7 @@ def installed(package: str) -> Version:
 def _row(line: str) -> Row:
     found = _ROW.fullmatch(line)
     if found is None:
-        raise ValueError(f"not a row of the compatibility table: {line}")
+        raise ValueError(f"not a row of the table of versions: {line}")
     *spans, python = found.groups()
     lowest, newest = spans[::2], spans[1::2]
     return Row(
