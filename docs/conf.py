@@ -65,6 +65,16 @@ def classify(_app: Sphinx, page: nodes.document, _name: str) -> None:
             block["classes"].append("log")  # lines of a worker's log: prose, in one long line
 
 
+def add_to_index(_app: Sphinx, _name: str, source: list[str]) -> None:
+    """Make index entries of `<!-- index: stuck lock; unlock -->`: the search shows them first."""
+    source[0] = re.sub(
+        r"<!-- index: (.+) -->",
+        lambda found: "```{index} ! " + found[1].replace("; ", ", ! ") + "\n```",
+        source[0],
+    )
+
+
 def setup(app: Sphinx) -> None:
     """What this site adds to Sphinx."""
+    app.connect("source-read", add_to_index)
     app.connect("doctree-resolved", classify)
