@@ -949,12 +949,30 @@ def test_why_names_the_first_few_holders(cli, monkeypatch):
     assert "  2 more holders: see celery setnx show.\n" in told
 
 
+def test_why_says_that_the_holder_is_dead_though_calls_wait(cli):
+    """Its lease goes on; a worker on this host need not wait for its end."""
+    cli.hold(where=DEAD)
+    cli.park()
+    told = ask("why", TASK + "sync", "7", ends=1).stdout
+    assert told.startswith("No: the holder is dead; the first call in line takes over its lock.\n")
+
+
+def test_why_names_no_process_of_a_lock_under_which_no_body_runs(cli):
+    """The process of the last attempt may live, and run something else: to stop it would help nobody."""
+    cli.hold(where=identity()).hold(60)
+    told = ask("why", TASK + "sync", "7", ends=1).stdout
+    assert "held_for_retry since" in told
+    assert "  No body runs under it.\n" in told
+    assert "alive" not in told
+    assert "terminate" not in told
+
+
 def test_why_lets_the_line_come_first(cli):
     """A free permit is for those who wait."""
     cli.hold_many(ELSEWHERE)
     cli.park("several")
     told = ask("why", TASK + "several", "7", ends=1).stdout
-    assert told.startswith("No: a permit is free (1 of 3 held).\n  1 call in line come first.\n")
+    assert told.startswith("No: a permit is free (1 of 3 held).\n  1 call in line comes first.\n")
 
 
 @pytest.mark.parametrize(

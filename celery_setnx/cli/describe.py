@@ -305,7 +305,7 @@ def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:
 def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
     """Whether a call would have the lock now, or a permit, by what it would be told."""
     word, found, who = sighting.word, sighting.permit_holder, _who(sighting, options.limit)
-    in_line = [f"{many(sighting.waiting, 'call')} in line come first."] if sighting.waiting else []
+    in_line = _in_line_first(sighting)
     if word == "paced":
         return False, _paced(options, sighting)
     if word == "refused":
@@ -324,11 +324,18 @@ def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
     if found is None:
         return word != "line", ["its lock is free.", *in_line]
     if word == "line":
-        return False, [f"{holder}'s lease ended; the first call in line takes over its {lock}.", *in_line]
+        ended = "'s lease ended" if found.has_ended(sighting.server_time) else " is dead"
+        return False, [f"{holder}{ended}; the first call in line takes over its {lock}.", *in_line]
     if not found.has_ended(sighting.server_time):
         return True, [_dead(options, found), *who, "Workers on other hosts wait until its lease ends."]
     late = span(sighting.server_time - (found.deadline or 0.0))
     return True, [f"{holder}'s lease ended {late} ago; the call takes over its {lock}.", *who]
+
+
+def _in_line_first(sighting: Sighting) -> list[str]:
+    """How many calls have their turn before any other."""
+    come = "comes" if sighting.waiting == 1 else "come"
+    return [f"{many(sighting.waiting, 'call')} in line {come} first."] if sighting.waiting else []
 
 
 def _paced(options: Options, sighting: Sighting) -> list[str]:
@@ -363,6 +370,8 @@ def _dead(options: Options, holder: Holder) -> str:
 def fate(holder: Holder | None) -> str:
     """What can be known from here of the holder's process, as a sentence."""
     pid, host = (holder.pid, holder.info.get("host")) if holder else (None, None)
+    if holder is not None and holder.state in ("resting", "held_for_retry", "handed"):
+        return "No body runs under it."
     if holder is None or pid is None:
         return "Its process is not known."
     found = fate_of(holder.info)
