@@ -244,7 +244,7 @@ def test_what_must_be_mended_is_an_error_once_a_minute(caplog, monkeypatch):
     assert [record.levelname for record in caplog.records] == ["ERROR"] * 3
     assert "Grant its user what is missing" in caplog.text
     say_loudly(LockUnavailable("a", "ReadOnlyError: You can't write against a read only replica."))
-    assert "lead to the primary" in caplog.text
+    assert "at the primary" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_what_must_be_mended_is_an_error_once_a_minute(caplog, monkeypatch):
     [
         ("OutOfMemoryError: command not allowed when used memory > 'maxmemory'.", "Give the server memory"),
         ("ResponseError: MISCONF Redis is configured to save RDB snapshots", "cannot save to its disk"),
-        ("ResponseError: NOREPLICAS Not enough good replicas to write.", "misses its replicas"),
+        ("ResponseError: NOREPLICAS Not enough good replicas to write.", "has too few replicas"),
         ("BusyLoadingError: Redis is loading the dataset in memory", ""),
         ("ConnectionError: Connection refused", ""),
     ],

@@ -293,7 +293,7 @@ def test_refusal_that_somebody_mends_is_waited_out(proxy, locks, reply, caplog, 
         assert task() is None
     assert fault.struck == 3
     (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert "Check the user" in error or "Grant" in error or "lead to the primary" in error
+    assert "Check the user" in error or "Grant" in error or "at the primary" in error
 
 
 def test_refusal_that_lasts_for_a_lease_sends_the_call_back(proxy, locks):

@@ -59,10 +59,7 @@ def release_lock(
     if not shown:
         raise _nothing_to_release(app, sighting, permit, instead)
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not _has_record(sighting):
-        raise click.UsageError(
-            f"{sighting.key} is not a lock of this app's tasks, and has no record: it may be another "
-            "program's."
-        )
+        raise click.UsageError(f"{sighting.key} is not a lock of this app's tasks, and has no record.")
     in_short = sighting.has_several and permit is None
     if in_short:
         say(f"{sighting.key}: {of_permits(sighting)} permits are held.")
@@ -83,10 +80,7 @@ def release_lock(
     names = [one.name for one in released]
     for one in chosen:
         if one.name not in names:
-            raise NotReleased(
-                f"Not released: {one.name} has changed since it was shown, or its value is not text. Look "
-                "again."
-            )
+            raise NotReleased(f"Not released: {one.name} has changed since, or is not text. Look again.")
 
 
 def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, instead: str) -> NotReleased:
