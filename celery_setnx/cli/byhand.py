@@ -25,8 +25,6 @@ from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
 
-_NOT_OURS = "is not a lock of this app's tasks, and has no record: it may be another program's."
-_CHANGED = "Not released: {} has changed since it was shown, or its value is not text. Look again."
 _NOT_KNOWN = "Not released: its holder may still be running. Stop it first, or use --force."
 _NONE_KNOWN = (
     "Not released: all holders may still be running. Stop them first, or use --force, which releases them "
@@ -61,7 +59,7 @@ def release_lock(
     if not shown:
         raise _nothing_to_release(app, sighting, permit, instead)
     if not sighting.key.startswith(f"{prefix(app)}:{{") and not _has_record(sighting):
-        raise click.UsageError(f"{sighting.key} {_NOT_OURS}")
+        raise click.UsageError(f"{sighting.key} is not a lock of this app's tasks, and has no record.")
     in_short = sighting.has_several and permit is None
     if in_short:
         say(f"{sighting.key}: {of_permits(sighting)} permits are held.")
@@ -82,7 +80,7 @@ def release_lock(
     names = [one.name for one in released]
     for one in chosen:
         if one.name not in names:
-            raise NotReleased(_CHANGED.format(one.name))
+            raise NotReleased(f"Not released: {one.name} has changed since, or is not text. Look again.")
 
 
 def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, instead: str) -> NotReleased:
