@@ -15,12 +15,12 @@ from tests import app as tests_app
 from tests.docs.pages import ROOT, Block, blocks, section, text_of
 
 BROKER_DB = 13
-RECIPES: dict[str, tuple[str, str | None]] = {
-    "fan-out": ("docs/recipes.md", "Fan-out"),
-    "one-pending": ("docs/recipes.md", "One running, one pending"),
-    "web": ("docs/web.md", None),
+RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "fan-out": ("docs/recipes.md", ("Fan-out",)),
+    "one-pending": ("docs/recipes.md", ("One running, one pending",)),
+    "web": ("docs/django.md", ("Flask", "FastAPI", "Wait for the answer: single flight")),
 }
-"""By a name for tests: the page, and the section of it that is read; all of it, if none is named."""
+"""By a name for tests: the page, and its sections that are read."""
 TOUCHED = (3, 5, 3, 8, 5, 3, 3, 8)
 
 control, journal = tests_app.control, tests_app.journal
@@ -60,14 +60,13 @@ def make_app(**conf: Any) -> Celery:
 
 def blocks_of(recipe: str) -> list[Block]:
     """All that a recipe shows."""
-    page, heading = RECIPES[recipe]
-    text = text_of(page)
-    return blocks(section(text, heading) if heading else text)
+    page, headings = RECIPES[recipe]
+    return [block for heading in headings for block in blocks(section(text_of(page), heading))]
 
 
 def execute(recipe: str, block: Block, names: dict[str, Any]) -> None:
     """Run one block; a traceback has the page's own lines."""
-    page, _heading = RECIPES[recipe]
+    page, _headings = RECIPES[recipe]
     code = compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec", dont_inherit=True)
     exec(code, names)
 

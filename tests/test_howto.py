@@ -11,7 +11,7 @@ import pytest
 import redis
 from celery.result import AsyncResult
 
-from celery_setnx import FanOutFailed
+from celery_setnx import DuplicateTask, FanOutFailed, LockUnavailable
 from tests.harness import DEADLINE_S, settle_marks, wait_until
 from tests.versions.conditions import LOSES_RESULTS
 
@@ -125,23 +125,24 @@ def test_changes_by_many_at_once_are_all_seen(working, journal):
 
 def test_flask_answers_with_the_task_that_is_under_way(working, journal, gates):
     """Queued or running, a second request gets the first one's id; afterwards there is a new one."""
-    client = working.NAMES["web"]["web"].test_client()
-    assert client.get("/reports/gated-1").json == {"running": False}
+    names = working.NAMES["web"]
+    client, report = names["web"].test_client(), names["report"]
+    assert report.locked("gated-1") is None
     first = client.post("/reports/gated-1")
     assert (first.status_code, first.json["duplicate"]) == (202, False)
     task = first.json["task"]
     journal.wait_for("run", task_id=task)
     assert client.post("/reports/gated-1").json == {"task": task, "duplicate": True}
-    refused = client.post("/reports/gated-1/strictly")
-    assert (refused.status_code, refused.json["task"]) == (409, task)
-    status = client.get("/reports/gated-1").json
-    assert (status["running"], status["task"]) == (True, task)
-    assert abs(status["since"] - time.time()) < 60
+    with pytest.raises(DuplicateTask) as refused:
+        report.apply_async(["gated-1"], singleton={"on_duplicate": "raise"})
+    assert (refused.value.task_id, refused.value.state) == (task, "running")
+    holder = report.locked("gated-1")
+    assert (holder.task_id, holder.state) == (task, "running")
+    assert abs(holder.since - time.time()) < 60
     gates("gated-1")
-    wait_until(lambda: client.get(f"/tasks/{task}").json["state"] == "SUCCESS", "the report")
-    assert client.get(f"/tasks/{task}").json["result"] == "the report of gated-1"
-    wait_until(lambda: client.get("/reports/gated-1").json == {"running": False}, "the release")
-    again = client.post("/reports/gated-1/strictly")
+    assert AsyncResult(task, app=working.app).get(timeout=DEADLINE_S) == "the report of gated-1"
+    wait_until(lambda: report.locked("gated-1") is None, "the release")
+    again = client.post("/reports/gated-1")
     assert (again.status_code, again.json["task"] != task) == (202, True)
     gates("gated-1")
     AsyncResult(again.json["task"], app=working.app).get(timeout=DEADLINE_S)
@@ -149,10 +150,10 @@ def test_flask_answers_with_the_task_that_is_under_way(working, journal, gates):
 
 def test_flask_says_try_again_later_without_a_server(pages):
     """Neither broker nor lock server answers: 503, and nothing hangs."""
-    app = pages.make_app(**NO_BROKER, setnx_url=NOWHERE)
-    client = pages.defined("web", app)["web"].test_client()
-    assert client.post("/reports/1").status_code == 503
-    assert client.get("/reports/1").status_code == 503
+    names = pages.defined("web", pages.make_app(**NO_BROKER, setnx_url=NOWHERE))
+    assert names["web"].test_client().post("/reports/1").status_code == 503
+    with pytest.raises(LockUnavailable):
+        names["report"].locked("1")
 
 
 def test_result_backend_that_is_down_is_met_when_publishing(pages):
@@ -174,9 +175,9 @@ async def posted(api: Any, path: str) -> tuple[int, Any]:
 
 
 def test_fastapi_answers_with_the_task_that_is_queued(working, journal, gates):
-    """From the thread pool and from an async endpoint alike."""
+    """An async endpoint publishes from a thread; two users share a report."""
     api = working.NAMES["web"]["api"]
-    status, first = asyncio.run(posted(api, "/reports/gated-2"))
+    status, first = asyncio.run(posted(api, "/users/bob/reports/gated-2"))
     assert (status, first["duplicate"]) == (202, False)
     status, other = asyncio.run(posted(api, "/users/ada/reports/gated-2"))
     assert (status, other) == (202, {"task": first["task"], "duplicate": True})
