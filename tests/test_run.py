@@ -241,7 +241,7 @@ def test_repeated_delivery_of_an_unknown_call_runs(redelivered, backend, monkeyp
     if backend == "failing":
         monkeypatch.setattr(redelivered.backend, "get_task_meta", raising(OSError("gone")))
     assert execute(redelivered, lambda: "ran") == "ran"
-    assert ("its result is not known (gone)" in caplog.text) == (backend == "failing")
+    assert ("its stored result cannot be read (gone)" in caplog.text) == (backend == "failing")
 
 
 @pytest.mark.parametrize("backend", ["disabled://", "rpc://"])
