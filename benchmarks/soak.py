@@ -39,7 +39,7 @@ from celery_once import AlreadyQueued
 from benchmarks.machine import machine
 from benchmarks.peers import new_clients
 from benchmarks.soakapp import LEASE_S, OURS, TASK, WAYS, make_app
-from benchmarks.soaked import VIOLATIONS, Verdict, check
+from benchmarks.soaked import Verdict, check, table
 from examples.embedded import EmbeddedServer
 from tests.chaos import nursery
 from tests.chaos.history import History, Record
@@ -71,7 +71,7 @@ class Soak:
         self._stack.enter_context(new_clients())
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-")))
         server = self._stack.enter_context(EmbeddedServer())
-        self.machine = list(machine(server))
+        self.machine = [line.replace(", kept awake", "") for line in machine(server)]
         self._way, self._path = way, self._directory / "journal"
         arguments = way, server.url(0), server.url(1)
         self._environment = {"SOAK_APP": json.dumps([*arguments, str(self._path)])}
@@ -207,20 +207,6 @@ def soak(way: str, kills: int, seed: int, keep: Path | None = None) -> dict[str,
     return {"date": date, **about, **verdict.as_json()}
 
 
-def table(results: dict[str, Any]) -> str:
-    """The results as Markdown: violations per 1,000 kills."""
-    lines = [f"| {' | '.join(['', *VIOLATIONS, 'kills'])} |", "|---" * (len(VIOLATIONS) + 2) + "|"]
-    for way, found in results.items():
-        rates = (per_thousand(found, name) for name in VIOLATIONS)
-        lines.append(f"| {' | '.join([way, *rates, str(found['kills'])])} |")
-    return "\n".join(lines)
-
-
-def per_thousand(found: dict[str, Any], name: str) -> str:
-    """A violation per 1,000 kills."""
-    return f"{found[name] * 1000 / max(1, found['kills']):.0f}"
-
-
 def main() -> None:
     """Run the soak; it fails if our lock was violated."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -237,8 +223,7 @@ def main() -> None:
             known = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
             chosen.out.write_text(json.dumps(known | results, indent=1) + "\n")
     print(*results[chosen.only[-1]]["machine"], table(results), json.dumps(results), sep="\n")
-    ours = [f"{way}: {name}" for way in results if OURS in way for name in VIOLATIONS if results[way][name]]
-    sys.exit(f"violated: {', '.join(ours)}" if ours else 0)
+    sys.exit(any(results.get(OURS, {"violations": {}})["violations"].values()))
 
 
 if __name__ == "__main__":

@@ -1,22 +1,30 @@
-"""What the journal of a soak says: bodies, kills and calls, and what no lock should let happen. Pure."""
+"""What the journal of a soak says: bodies, kills, calls, and the violations. Pure.
+
+- overlap: a body began while another body of its key was alive.
+- twice: the body of a call was completed twice.
+- skipped: a killed call was delivered again, and skipped although no body of its key was alive.
+- lost: an accepted call was not completed, skipped or failed, and the broker no longer has it.
+- stuck: a body was killed, its key was called, and for too long no body of the key began.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.chaos.history import Record, of_kind, overlaps
 
 VIOLATIONS = {
-    "overlap": "a body began while another body of its key was alive",
-    "twice": "the body of a call was completed twice",
-    "refused_by_dead": "a killed call was delivered again, and skipped although no body of its key was alive",
-    "lost": "an accepted call was neither completed nor skipped nor failed, and the broker has it no longer",
-    "stuck": "a key's holder was killed, its calls were published, and no body began in time",
+    "overlap": "two at a time",
+    "twice": "ran twice",
+    "skipped": "skipped for a dead run",
+    "lost": "lost",
+    "stuck": "stuck",
 }
+"""Each violation, and its title in the table."""
 # What is skipped is told of a moment after the lock was asked; a body's notes lie within its lock's time.
 _SKIP_MARGIN_S = 1.0
 _FOREVER = float("inf")
@@ -40,23 +48,24 @@ class Body:
 
 @dataclass
 class Verdict:
-    """What was counted, and what was found, in words.
+    """What was found.
 
     Attributes:
-        counts: Bodies, kills, calls published and refused, calls skipped, each violation.
+        found: Each violation, in words.
+        counts: Bodies, kills, and records by kind.
         gaps_s: For each kill the seconds from the end of the key's last body to the next beginning.
-        found: Each violation with the bodies that it is about.
     """
 
-    counts: dict[str, int] = field(default_factory=dict)
+    found: dict[str, list[str]]
+    counts: dict[str, int]
     gaps_s: list[float] = field(default_factory=list)
-    found: dict[str, list[str]] = field(default_factory=lambda: {name: [] for name in VIOLATIONS})
 
     def as_json(self) -> dict[str, Any]:
-        """The counts and the gaps, as plain values."""
-        gaps = sorted(self.gaps_s) or [0.0]
-        counted = self.counts | {name: len(found) for name, found in self.found.items()}
-        return counted | {"gap_median_s": round(statistics.median(gaps), 2), "gap_max_s": round(gaps[-1], 2)}
+        """Plain values."""
+        gaps_s = self.gaps_s or [0.0]
+        gaps = {"gap_median_s": round(statistics.median(gaps_s), 2), "gap_max_s": round(max(gaps_s), 2)}
+        violations = {name: len(found) for name, found in self.found.items()}
+        return {**self.counts, **gaps, "violations": violations}
 
 
 def check(records: Sequence[Record], stuck_s: float) -> Verdict:
@@ -66,38 +75,39 @@ def check(records: Sequence[Record], stuck_s: float) -> Verdict:
         records: The journal, in the order in which it was written.
         stuck_s: After how many seconds a key without a body is stuck.
     """
-    lives, verdict = bodies(records), Verdict()
+    lives, kinds = bodies(records), Counter(record["kind"] for record in records)
+    killed = [life for life in lives if life.kill]
+    workers = sum(life.kill["how"] == "worker" for life in killed if life.kill)
+    counts = {"kills": len(killed), "kills_of_workers": workers, "bodies": len(lives)}
+    counts |= {kind: kinds[kind] for kind in ("sent", "refused", "skip", "failed", "queued")}
+    verdict = Verdict({name: [] for name in VIOLATIONS}, counts)
     by_key: dict[str, list[Body]] = defaultdict(list)
     for life in lives:
         by_key[life.key].append(life)
-    answers = {record["call"] for record in of_kind(records, "end", "skip", "failed", "queued")}
-    sent = [record["call"] for record in of_kind(records, "sent")]
-    for own in by_key.values():
+    for key, own in by_key.items():
         verdict.found["overlap"] += _overlaps(own)
         own.sort(key=lambda life: life.begin)
-    for key, own in by_key.items():
         calls = [record["t"] for record in of_kind(records, "sent", "refused") if record["key"] == key]
-        for killed in (life for life in own if life.kill):
-            gap = _gap(killed, own, calls, stuck_s)
-            if gap is not None:
-                verdict.gaps_s.append(gap)
-                if gap > stuck_s:
-                    verdict.found["stuck"].append(f"for {gap:.1f} s after {killed}")
-    ends = [record["call"] for record in of_kind(records, "end")]
-    verdict.found["twice"] = [call for call in dict.fromkeys(ends) if ends.count(call) > 1]
-    verdict.found["lost"] = [call for call in sent if call not in answers]
-    verdict.found["refused_by_dead"] = list(_refused_by_dead(records, lives, set(ends)))
-    verdict.counts = {
-        "kills": sum(life.kill is not None for life in lives),
-        "kills_of_workers": sum(life.kill is not None and life.kill["how"] == "worker" for life in lives),
-        "bodies": len(lives),
-        "published": len(sent),
-        "refused": len(of_kind(records, "refused")),
-        "skipped": len(of_kind(records, "skip")),
-        "failed": len(of_kind(records, "failed")),
-        "still_queued": len(of_kind(records, "queued")),
-    }
+        gaps = [(_gap(life, own, calls, stuck_s), life) for life in own if life.kill]
+        verdict.gaps_s += [gap for gap, _ in gaps if gap is not None]
+        verdict.found["stuck"] += [
+            f"for {gap:.1f} s after {life}" for gap, life in gaps if (gap or 0) > stuck_s
+        ]
+    ends = Counter(record["call"] for record in of_kind(records, "end"))
+    answers = {record["call"] for record in of_kind(records, "end", "skip", "failed", "queued")}
+    verdict.found["twice"] += [call for call, times in ends.items() if times > 1]
+    verdict.found["lost"] += [r["call"] for r in of_kind(records, "sent") if r["call"] not in answers]
+    verdict.found["skipped"] += _skipped_for_the_dead(records, lives, ends)
     return verdict
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """Results as Markdown: violations per 1,000 kills."""
+    lines = [("per 1,000 kills", *VIOLATIONS.values()), ("---",) * (1 + len(VIOLATIONS))]
+    for way, found in results.items():
+        counts = (found["violations"][name] for name in VIOLATIONS)
+        lines.append((way, *(f"{count * 1000 / max(1, found['kills']):.0f}" for count in counts)))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def bodies(records: Sequence[Record]) -> list[Body]:
@@ -136,7 +146,9 @@ def _gap(killed: Body, own: list[Body], calls: list[float], stuck_s: float) -> f
     return max(0.0, gap)
 
 
-def _refused_by_dead(records: Sequence[Record], lives: list[Body], ended: Collection[str]) -> Iterator[str]:
+def _skipped_for_the_dead(
+    records: Sequence[Record], lives: list[Body], ended: Mapping[str, int]
+) -> Iterator[str]:
     killed = {life.call: life for life in lives if life.kill}
     for skip in of_kind(records, "skip"):
         own = killed.get(skip["call"])
