@@ -13,7 +13,8 @@ production. Three bodies of four take up to half of it. One takes 1.25 to 2 time
 was expected. All acknowledge late, with `reject_on_worker_lost`. The visibility timeout is 10 s, longer than
 any body: Redis redelivers the call of a dead worker, and never the call of a living one. Each lock is
 configured as its documentation recommends. python-redis-lock renews itself; redis-py's lock has a timeout.
-The body takes both without waiting, and releases them in `finally`.
+The body takes both without waiting, and releases them in `finally`. "Other hosts" is our lock with
+`setnx_same_host=False`: its workers cannot see that a holder's process is dead.
 """
 
 from __future__ import annotations
@@ -142,10 +143,10 @@ class Soak:
             time.sleep(chance.uniform(0.0, KILL_WITHIN_S))
             while not self._look():
                 time.sleep(LOOK_S)
-            self._kill_one(
-                *chance.choice(sorted(self._running.items())), chance.choice(("process", "worker"))
-            )
-            if self._look() is not None and self._met % 50 == 0:
+            pid, call = chance.choice(sorted(self._running.items()))
+            self._kill_one(pid, call, chance.choice(("process", "worker")))
+            self._look()
+            if self._met % 50 == 0:
                 print(f"{self._way}: {self._met} kills", file=sys.stderr, flush=True)
 
     def _kill_one(self, pid: int, call: str, how: str) -> None:
@@ -176,11 +177,15 @@ class Soak:
         return self._running
 
     def _drain(self) -> str:
-        """Wait until the workers have nothing left to do; what the broker has then."""
-        give_up = time.monotonic() + DRAIN_S
+        """Wait until the workers have nothing left to do; what the broker has then.
+
+        A message that is on its way to a worker is nowhere for a moment, so one empty look proves nothing.
+        """
+        give_up, empty = time.monotonic() + DRAIN_S, 0
         while True:
             left = [*self._broker.lrange("celery", 0, -1), *self._broker.hvals("unacked")]
-            if time.monotonic() > give_up or not (self._look() or left):
+            empty = 0 if self._look() or left else empty + 1
+            if empty == 10 or time.monotonic() > give_up:
                 return b" ".join(left).decode()
             time.sleep(10 * LOOK_S)
 

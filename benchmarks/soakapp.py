@@ -23,7 +23,7 @@ from tests.harness import redelivery
 LEASE_S = 2
 VISIBILITY_S = 10
 TASK, DONE, SKIPPED = "soak.work", "done", "skipped"
-OURS, ELSEWHERE = "celery_setnx", "celery_setnx, elsewhere"
+OURS, ELSEWHERE = "celery_setnx", "celery_setnx, other hosts"
 
 
 @dataclass(frozen=True)

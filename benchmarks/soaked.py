@@ -18,9 +18,9 @@ from typing import Any
 from tests.chaos.history import Record, of_kind, overlaps
 
 VIOLATIONS = {
-    "overlap": "two at a time",
+    "overlap": "two at once",
     "twice": "ran twice",
-    "skipped": "skipped for a dead run",
+    "skipped": "skipped",
     "lost": "lost",
     "stuck": "stuck",
 }
