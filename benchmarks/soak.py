@@ -2,11 +2,11 @@
 
 python -m benchmarks.soak [--kills 1000] [--only NAME ...] [--seed 0] [--out docs/performance/soak.json]
 
-Six workers (prefork -c 1) serve three keys. Each key is called once a second: without any lock the workers
-would still have time for all calls. The killer chooses a running body. It kills either the pool process, as
-a kernel without memory does, or the worker with all its processes, as the end of a container does, and then
-starts the worker again. Every body notes its beginning and its end in one journal. The publishers and the
-killer note what they do. `benchmarks.soaked` judges the journal.
+Eight workers (prefork -c 1) serve five keys. Each key is called once a second: without any lock the workers
+would still have time for all calls. The killer kills every second body, at a random moment of its length. It
+kills the pool process alone, as a kernel without memory does, or the worker with all its processes, as the end
+of a container does; then the worker is started again. Every body notes its beginning and its end in one
+journal. The publishers and the killer note what they do. `benchmarks.soaked` judges the journal.
 
 All have one duration, 2 s: our lease, and the others' timeout. It stands for the 30 s and the hour of
 production. Three bodies of four take up to half of it. One takes 1.25 to 2 times as long: a run longer than
@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -43,10 +44,10 @@ from benchmarks.soakapp import LEASE_S, OURS, TASK, WAYS, make_app
 from benchmarks.soaked import Verdict, check, table
 from examples.embedded import EmbeddedServer
 from tests.chaos import nursery
-from tests.chaos.history import History, Record
+from tests.chaos.history import History, Record, of_kind
 from tests.harness import Worker
 
-WORKERS, KEYS, CALL_EVERY_S, KILL_WITHIN_S = 6, 3, 1.0, 0.8
+WORKERS, KEYS, CALL_EVERY_S, KILLED = 8, 5, 1.0, 0.5
 STUCK_S = LEASE_S + 4.0
 LONG_SHARE, SHORT, LONG = 0.25, (0.05, 0.5), (1.25, 2.0)  # the last two as shares of the lease
 DRAIN_S, LOOK_S = 120.0, 0.02
@@ -84,7 +85,9 @@ class Soak:
         self._over = threading.Event()
         self._read = 0
         self.records: list[Record] = []
-        self._running: dict[int, str] = {}
+        self._running: dict[int, Record] = {}
+        self._restarts: list[Future[None]] = []
+        self._pool = self._stack.enter_context(ThreadPoolExecutor())
         self._met = 0
         self._workers = [self._start() for _ in range(WORKERS)]
 
@@ -93,6 +96,7 @@ class Soak:
 
     def __exit__(self, *_exc: object) -> None:
         self._over.set()
+        self._pool.shutdown()
         for worker in self._workers:
             with suppress(ProcessLookupError):
                 worker.kill()
@@ -111,6 +115,8 @@ class Soak:
             self._over.set()
             for publisher in publishers:
                 publisher.join()
+        for restart in self._restarts:
+            restart.result()
         left = self._drain()
         for call in {record["call"] for record in self.records if record["kind"] == "sent"}:
             if call in left:
@@ -137,32 +143,37 @@ class Soak:
                 self._journal.note("sent", key=key, call=result.id, seconds=round(seconds, 3))
 
     def _kill(self, kills: int) -> None:
-        """Kill bodies that run, until so many kills have met one."""
-        chance = random.Random(f"{self._seed} killer")
+        """Kill bodies until so many kills have met one."""
+        chance, seen, due = random.Random(f"{self._seed} killer"), 0, dict[float, Record]()
         while self._met < kills:
-            time.sleep(chance.uniform(0.0, KILL_WITHIN_S))
-            while not self._look():
-                time.sleep(LOOK_S)
-            pid, call = chance.choice(sorted(self._running.items()))
-            self._kill_one(pid, call, chance.choice(("process", "worker")))
-            self._look()
-            if self._met % 50 == 0:
-                print(f"{self._way}: {self._met} kills", file=sys.stderr, flush=True)
+            time.sleep(LOOK_S)
+            running = self._look()
+            for body in of_kind(self.records[seen:], "begin"):
+                at, is_killed = body["t"] + body["seconds"] * chance.random(), chance.random() < KILLED
+                due |= {at: body} if is_killed else {}
+            seen = len(self.records)
+            for at in [at for at in due if at < time.monotonic()]:
+                body = due.pop(at)
+                if running.get(body["pid"]) == body:
+                    self._kill_one(body["pid"], chance.choice(("process", "worker")))
 
-    def _kill_one(self, pid: int, call: str, how: str) -> None:
-        """Kill a pool process or its worker, and start the worker anew."""
-        worker = next((w for w in self._workers if w.process.pid == _group_of(pid)), None)
-        if worker is None:
+    def _kill_one(self, pid: int, how: str) -> None:
+        """Kill a pool process, or its worker, which is started again."""
+        slot = next((n for n, w in enumerate(self._workers) if w.process.pid == _group_of(pid)), None)
+        if slot is None:
             return
         before = time.monotonic()
         with suppress(ProcessLookupError):
-            worker.kill() if how == "worker" else os.kill(pid, signal.SIGKILL)
-        self._journal.note("kill", how=how, pid=pid, before=before, call=call)
+            self._workers[slot].kill() if how == "worker" else os.kill(pid, signal.SIGKILL)
+        self._journal.note("kill", how=how, pid=pid, before=before)
         if how == "worker":
-            self._workers[self._workers.index(worker)] = self._start()
+            self._restarts.append(self._pool.submit(self._restart, slot))
 
-    def _look(self) -> dict[int, str]:
-        """Read what the journal has since the last look; the calls whose bodies run, by process."""
+    def _restart(self, slot: int) -> None:
+        self._workers[slot] = self._start()
+
+    def _look(self) -> dict[int, Record]:
+        """Read what the journal has since the last look; the beginnings of bodies that run, by process."""
         with self._path.open("rb") as file:
             file.seek(self._read)
             whole = file.read().rpartition(b"\n")[0]
@@ -170,10 +181,12 @@ class Soak:
         for record in map(json.loads, whole.splitlines()):
             self.records.append(record)
             if record["kind"] == "begin":
-                self._running[record["pid"]] = record["call"]
+                self._running[record["pid"]] = record
             elif record["kind"] in ("end", "kill"):
                 met = self._running.pop(record["pid"], None) is not None
                 self._met += met and record["kind"] == "kill"
+                if record["kind"] == "kill" and self._met % 50 == 0:
+                    print(f"{self._way}: {self._met} kills", file=sys.stderr, flush=True)
         return self._running
 
     def _drain(self) -> str:

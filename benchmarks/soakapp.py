@@ -94,7 +94,7 @@ def make_app(way: str, broker_url: str, lock_url: str, journal: str = os.devnull
 
     def body(call: str, key: str, seconds: float) -> str:
         """Be alive for a while. Both notes are written while the lock is held."""
-        note("begin", call=call, key=key, pid=os.getpid())
+        note("begin", call=call, key=key, seconds=seconds, pid=os.getpid())
         time.sleep(seconds)
         note("end", call=call, key=key, pid=os.getpid())
         return DONE
