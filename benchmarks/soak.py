@@ -89,7 +89,7 @@ class Soak:
         self._restarts: list[Future[None]] = []
         self._pool = self._stack.enter_context(ThreadPoolExecutor())
         self._met = 0
-        self._workers = [self._start() for _ in range(WORKERS)]
+        self._workers = list(self._pool.map(lambda _: self._start(), range(WORKERS)))
 
     def __enter__(self) -> Soak:
         return self

@@ -155,6 +155,6 @@ def _skipped_for_the_dead(
         if own is None or own.begin > skip["t"] or skip["call"] in ended:
             continue
         since, until = max(own.last, skip["t"] - _SKIP_MARGIN_S), skip["t"] + _SKIP_MARGIN_S
-        rivals = (life for life in lives if life.key == own.key and life.call != own.call)
+        rivals = (life for life in lives if life.key == own.key)
         if not any(life.begin < until and life.last > since for life in rivals):
             yield f"skipped at {skip['t']:.3f} after {own}"

@@ -101,6 +101,17 @@ def test_killed_call_that_is_skipped_for_a_body_of_the_past_or_of_another_key_is
     assert other == ["skipped"]
 
 
+def test_killed_call_that_is_skipped_long_before_the_next_body_is_found():
+    """That body had not asked for the lock yet."""
+    assert after_a_kill(skip(1.7), begin(3, "b", 2), end(4, "b", 2)) == ["skipped"]
+
+
+def test_skip_before_the_kill_or_of_a_call_that_was_completed_is_none():
+    """The first is of an earlier delivery, the second of one that was not needed."""
+    assert found(sent(0), skip(0.5), begin(1), kill(1.5)) == []
+    assert after_a_kill(skip(1.7), begin(4, pid=2), end(5, pid=2)) == []
+
+
 def test_key_without_a_body_for_too_long_after_a_kill_is_stuck():
     """Its calls were published or refused; whether a body comes at last does not matter."""
     calls = [refused(t) for t in range(2, 12)]
@@ -116,6 +127,7 @@ def test_key_that_is_used_again_in_time_is_not_stuck():
     last = [begin(13, pid=4), end(14, pid=4)]
     assert after_a_kill(*calls, begin(7, "b", 2), end(8, "b", 2), *last) == []
     assert after_a_kill(*last) == []
+    assert after_a_kill(*(refused(t, "other") for t in range(2, 12)), *last) == []
     assert found(begin(0, "b", 2), sent(0), begin(1), kill(1.5), *calls, end(11, "b", 2), *last) == [
         "overlap"
     ]
