@@ -226,7 +226,7 @@ def soak(way: str, kills: int, seed: int, keep: Path | None = None) -> dict[str,
 
 
 def main() -> None:
-    """Run the soak; it fails if our lock was violated."""
+    """Run the soak; it fails if our lock was violated, but not for what a slow machine can make late."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--kills", type=int, default=1000, help="bodies to kill (default 1000)")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=[*WAYS], metavar="NAME", help="only these")
@@ -241,7 +241,8 @@ def main() -> None:
             known = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
             chosen.out.write_text(json.dumps(known | results, indent=1) + "\n")
     print(*results[chosen.only[-1]]["machine"], table(results), json.dumps(results), sep="\n")
-    sys.exit(any(results.get(OURS, {"violations": {}})["violations"].values()))
+    ours = results.get(OURS, {"violations": {}})["violations"]
+    sys.exit(any(ours.get(name) for name in ("overlap", "twice", "lost")))
 
 
 if __name__ == "__main__":

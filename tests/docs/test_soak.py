@@ -5,7 +5,7 @@ import json
 from benchmarks.soaked import table
 from tests.docs.pages import text_of
 
-PAGE, RESULTS = "docs/compared-soak.md.txt", json.loads(text_of("docs/performance/soak.json"))
+PAGE, RESULTS = "docs/compared.md", json.loads(text_of("docs/performance/soak.json"))
 
 
 def test_violations_per_thousand_kills_are_those_of_the_results():
