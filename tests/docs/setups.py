@@ -183,7 +183,7 @@ with guarded(app):
     ],
     "docs/choose.md": [
         Fragment(
-            '"on_conflict": "wait"})\ndef settle',
+            '"on_conflict": "wait"},\n)\ndef settle',
             after='assert settle.lock_key(7, "a") == settle.lock_key(7, "b") != settle.lock_key(8, "a")',
         ),
     ],
