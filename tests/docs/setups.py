@@ -183,7 +183,7 @@ with guarded(app):
     ],
     "docs/choose.md": [
         Fragment(
-            '"on_conflict": "wait"})\ndef settle',
+            "def settle(account_id, reason)",
             after='assert settle.lock_key(7, "a") == settle.lock_key(7, "b") != settle.lock_key(8, "a")',
         ),
     ],
