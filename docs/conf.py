@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
@@ -61,8 +62,9 @@ def classify(_app: Sphinx, page: nodes.document, _name: str) -> None:
         if "-" in code.astext() and len(code.astext()) <= 24:
             code["classes"].append("short")  # not to be broken at a dash of an option
     for block in page.findall(nodes.literal_block):
-        if re.match(r"\[\d{4}-", block.astext()):
-            block["classes"].append("log")  # lines of a worker's log: prose, in one long line
+        is_told = block.get("language") in ("console", "sh") and not re.search(r"\S {2}", block.astext())
+        if is_told or re.match(r"\[\d{4}-", block.astext()):
+            block["classes"].append("log")  # commands, answers and log lines, not tables: long lines wrap
 
 
 def add_to_index(_app: Sphinx, _name: str, source: list[str]) -> None:
@@ -74,7 +76,20 @@ def add_to_index(_app: Sphinx, _name: str, source: list[str]) -> None:
     )
 
 
+def keep_options_whole(
+    _app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: nodes.document | None
+) -> None:
+    """Keep a line that wraps from ending within an option: `--yes` is not `-- yes`."""
+    context["body"] = re.sub(
+        r'<div class="[^"]*\blog\b.*?</pre>',
+        lambda block: re.sub(r"(?<= )--[\w-]+", r'<span class="short">\g<0></span>', block[0]),
+        context.get("body", ""),
+        flags=re.DOTALL,
+    )
+
+
 def setup(app: Sphinx) -> None:
     """What this site adds to Sphinx."""
     app.connect("source-read", add_to_index)
     app.connect("doctree-resolved", classify)
+    app.connect("html-page-context", keep_options_whole)
