@@ -497,14 +497,14 @@ def test_show_json_has_the_documented_fields(cli):
         (["show", "tests.cliapp.sync", "--kwargs", "{"], "is not JSON"),
         (["why", "tests.cliapp.nothing"], "The app has no task tests.cliapp.nothing"),
         (["why", "tests.cliapp.plain", "7"], "has no lock: it has neither base=SingletonTask nor @singleton"),
-        (["release"], "give a KEY, or a TASK and its ARGS. --queued needs --task NAME"),
-        (["release", "t:{a}", "--queued", "--task", "a"], "give a KEY"),
-        (["release", "--queued"], "give a KEY, or a TASK and its ARGS. --queued needs --task NAME"),
+        (["release"], "name the lock: a KEY, or a TASK and its ARGS. --queued takes --task NAME"),
+        (["release", "t:{a}", "--queued", "--task", "a"], "name the lock: a KEY"),
+        (["release", "--queued"], "name the lock: a KEY, or a TASK and its ARGS. --queued takes --task NAME"),
         (["release", "--done"], "--done takes either"),
-        (["release", "--done", "t:{a}", "--task", "a"], "give a KEY"),
-        (["release", "--task", "a"], "give a KEY"),
-        (["release", "--starts"], "--starts takes a KEY, or a TASK"),
-        (["release", "--starts", "--task", "a"], "give a KEY"),
+        (["release", "--done", "t:{a}", "--task", "a"], "name the lock: a KEY"),
+        (["release", "--task", "a"], "name the lock: a KEY"),
+        (["release", "--starts"], "name the lock: a KEY, or a TASK"),
+        (["release", "--starts", "--task", "a"], "name the lock: a KEY"),
         (["release", "--starts", "--force", "t:{a}"], "--force is only for locks"),
         (["release", "--done", "--task", "a", "--args", "[7]"], "--task means all calls of a"),
         (["release", "t:{a}#2", "7"], "t:{a}#2 is a key, so it takes no ARGS"),
@@ -596,7 +596,7 @@ QUEUED = "the same call is already queued, as t-2; a new one would not be publis
 
 
 BECOMES = {
-    "sync": "A call now would be skipped: it succeeds with its skip_result, and does nothing; as a step of a",
+    "sync": "A call now would be skipped: it succeeds without running; if a chain, chord or link needs its",
     "retrying": "A call now would come back after 1 s, and then after up to 60 s each time; after 60 s it",
     "waiting": "A call now would wait in line, at place 1 (on_conflict='wa",
     "joining": "would wait in line, and get the holder's result",
@@ -641,7 +641,7 @@ def test_why_says_who_is_in_the_way_and_what_becomes_of_the_call(cli, task):
         ("done, and runs", "daily", "No", r"the same call is already running, as t-1;"),
         ("done", "unique", "Yes", r"its lock is free\."),  # without dedupe_for nobody asks
         ("foreign", "sync", "No", r".*\n  Held by a foreign client \(value 'maintenance'"),
-        ("foreign", "sync", "No", r"[^$]*It never ends by itself, because its value is not a time\."),
+        ("foreign", "sync", "No", r"[^$]*not a time, so it never ends\)\."),
         ("resting", "sync", "No", r"[^$]*Its task has ended; the lock is kept for .+ more \(at_least_for\)"),
     ],
 )  # fmt: skip
@@ -740,7 +740,7 @@ def test_release_asks_and_leaves_a_log_line(cli, locks, caplog):
     [
         ("held", "Stop it first, or use --force."),  # its process is alive
         ("held elsewhere", "Stop it first, or use --force."),  # its process cannot be looked at
-        ("foreign", "Stop it first, or use --force."),
+        ("foreign", "another program has set it"),
         # The process that has sent a retry may have ended: its lock is not abandoned.
         ("held for a retry of the dead", "It is kept for the task's own retry"),
     ],
@@ -1119,7 +1119,7 @@ def test_show_says_how_many_starts_count(cli):
 BECOMES_PACED = {
     "paced": "would wait in line, at place 1 .on_conflict='auto'",
     "paced_several": f"would come back after {MOST_OF_A_MINUTE}, and then after up to 60 s each time",
-    "paced_skips": "would be skipped: it succeeds with its skip_result, and does nothing .on_conflict=",
+    "paced_skips": "would be skipped: it succeeds without running .on_conflict=",
 }
 
 
@@ -1305,7 +1305,7 @@ def test_table_keeps_what_matters_and_cuts_the_rest(room, gone, cut):
     """
     heading, *lines = table(COLUMNS, ROWS, room)
     missing = ", ".join(name for name in COLUMNS if name in gone)
-    said = f" No room for {missing}: widen the terminal." if gone else ""
+    said = f" No room for {missing}: widen the terminal, or pipe to less -S." if gone else ""
     assert screen.left_out(COLUMNS, heading) == said
     left = [name for name in COLUMNS if name not in gone]
     assert re.split("  +", heading) == left

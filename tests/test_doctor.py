@@ -471,13 +471,11 @@ def test_permits_are_looked_at_one_by_one(app, locks, foreign_keys):
 
 def test_marks_are_counted_and_how_to_free_them_is_said(app, locks):
     """What a purge leaves behind cannot be told from what is queued."""
-    marked = time.monotonic()
-    mark_all(locks, [Mark(f"setnx:{{a:{n}}}", f"t-{n}") for n in range(3)], dedupe="until_started", lease=600)
+    mark_all(
+        locks, [Mark(f"setnx:{{a:{n}}}", f"t-{n}") for n in range(3)], dedupe="until_started", lease=9000
+    )
     found = finding(app, "marks", "note", do="release --queued --task")
-    took_s = time.monotonic() - marked
-    said = re.match(r"Calls marked as queued: 3; the last mark lapses in (\d+) s", found.what)
-    assert said is not None
-    assert 599 - took_s <= int(said[1]) <= 600
+    assert re.match(r"Calls marked as queued: 3; the last mark lapses in 1(50|49) min\.", found.what)
 
 
 @pytest.mark.parametrize("name", ["setnx:{examined.work}", "setnx:{a'; touch /tmp/owned; '}"])

@@ -31,8 +31,8 @@ _ONE_KIND = (
     "that have succeeded"
 )
 _WHAT_TO_RELEASE = (
-    "give a KEY, or a TASK and its ARGS. --queued needs --task NAME instead; --done takes either; --starts "
-    "takes a KEY, or a TASK and its ARGS"
+    "name the lock: a KEY, or a TASK and its ARGS. --queued takes --task NAME instead, and --done takes "
+    "either"
 )
 _LEVELS = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "red"}
 

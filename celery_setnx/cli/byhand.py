@@ -26,6 +26,7 @@ from celery_setnx.log import Log, fields
 logger = Log("celery_setnx")
 
 _NOT_KNOWN = "Not released: its holder may still be running. Stop it first, or use --force."
+_FOREIGN = "Not released: another program has set it, and may still need it. To release it, use --force."
 _NONE_KNOWN = (
     "Not released: all holders may still be running. Stop them first, or use --force, which releases them "
     "all. To release one of them, name it: {}."
@@ -65,10 +66,11 @@ def release_lock(
         say(f"{sighting.key}: {of_permits(sighting)} permits are held.")
     for one in shown:
         what = f"Permit {_number(one)}" if in_short else one.name
-        say(f"{what} is held by {one.holder}.", f"  {until(one)}", f"  {fate(one.holder)}")
+        say(f"{what} is held by {one.holder}.", f"  {until(one)}", f"  {fate(one)}")
     chosen = shown if force else [one for one in shown if one.is_abandoned]
     if not chosen:
-        raise NotReleased(_NOT_KNOWN if len(shown) == 1 else _NONE_KNOWN.format(shown[0].name))
+        not_known = _FOREIGN if shown[0].holder and shown[0].holder.state == "foreign" else _NOT_KNOWN
+        raise NotReleased(not_known if len(shown) == 1 else _NONE_KNOWN.format(shown[0].name))
     which = "it" if len(shown) == 1 else "all of them" if len(chosen) == len(shown) else _listed(chosen)
     _ask(f"Release {which}?", "Not released.", yes=yes)
     _set_up_logging(app)

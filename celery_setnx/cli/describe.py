@@ -26,7 +26,7 @@ MARK_COLUMNS = ("TASK", "LAPSES", "QUEUED TASK ID", "KEY")
 DONE_COLUMNS = ("TASK", "COUNTS", "TASK ID", "KEY")
 
 _ON_CONFLICT = {
-    "skip": "would be skipped: it succeeds with its skip_result, and does nothing",
+    "skip": "would be skipped: it succeeds without running",
     "retry": "would come back after {first}, and then after up to {options.retry_delay_max:g} s each time",
     "wait": "would wait in line, at place {place}",
     "join": "would wait in line, and get the holder's result",
@@ -254,7 +254,7 @@ def _page_of(sighting: Sighting, holder: Holder | None) -> Iterator[str]:
         return
     yield f"state     {holder.state}" + (", its deadline has passed" if sighting.is_stale else "")
     yield f"holder    {holder}"
-    yield f"process   {fate(holder)}"
+    yield f"process   {fate(sighting)}"
     yield f"token     {holder.token or '-'}"
     yield f"fence     {holder.fence or '-'}"
     yield f"age       {span(sighting.age_s)}"
@@ -367,8 +367,9 @@ def _dead(options: Options, holder: Holder) -> str:
     return f"the holder of permit {holder.permit} is dead; a worker on this host takes it over at once."
 
 
-def fate(holder: Holder | None) -> str:
+def fate(sighting: Sighting) -> str:
     """What can be known from here of the holder's process, as a sentence."""
+    holder = sighting.holder
     pid, host = (holder.pid, holder.info.get("host")) if holder else (None, None)
     if holder is not None and holder.state in ("resting", "held_for_retry", "handed"):
         return "No body runs under it."
@@ -376,10 +377,8 @@ def fate(holder: Holder | None) -> str:
         return "Its process is not known."
     found = fate_of(holder.info)
     if found == "unknown":
-        return (
-            f"Its process is pid {pid} on {host}, which cannot be checked from this host. If it is dead, the "
-            "lock is free when its lease ends."
-        )
+        dead = "" if sighting.is_stale else " If it is dead, the lock is free when its lease ends."
+        return f"Its process is pid {pid} on {host}, which cannot be checked from this host.{dead}"
     return f"Its process, pid {pid} on this host, is {found}."
 
 
@@ -458,7 +457,8 @@ def _who(sighting: Sighting, limit: int = 1) -> list[str]:
         return [*map(_who_in_short, each[:_SHOWN]), *others, *stop, *line]
     since = f" ({span(sighting.age_s)} ago)" if sighting.age_s is not None else ""
     stop = _stop("it", str(holder.task_id)) if _may_be_stopped(sighting) else []
-    return [f"Held by {holder}{since}.", until(sighting), fate(holder), *stop, *line]
+    ends = [] if sighting.remaining_s is None else [until(sighting)]  # the holder's own words say it
+    return [f"Held by {holder}{since}.", *ends, fate(sighting), *stop, *line]
 
 
 def _may_be_stopped(sighting: Sighting) -> bool:
@@ -531,7 +531,7 @@ def _on_conflict(options: Options, sighting: Sighting, in_s: float | None = None
     if policy == "auto" and options.may_wait:
         policy = "wait"
     elif policy == "auto":
-        policy, also = "skip", "; as a step of a workflow (chain, chord, link) it would come back later"
+        policy, also = "skip", "; if a chain, chord or link needs its result, it would come back later"
     if options.max_wait is not None and policy in ("retry", "wait", "join"):
         also = f"; after {options.max_wait:g} s it fails with LockTimeout"
     first = f"{options.retry_delay:g} s" if options.retry_delay >= (in_s or 0.0) else span(in_s)

@@ -453,7 +453,7 @@ def _marks(count: int, lapses_s: float) -> Finding:
     """Marks, which may be left of what was purged."""
     return note(
         "marks",
-        f"Calls marked as queued: {count}; the last mark lapses in {lapses_s:.0f} s.",
+        f"Calls marked as queued: {count}; the last mark lapses in {lapses_s / 60:.0f} min.",
         "A mark stays after a purge, though its message is gone, and makes new calls duplicates.",
         "After a purge: celery setnx release --queued --task NAME",
     )

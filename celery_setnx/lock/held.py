@@ -156,7 +156,7 @@ class HeldLock:
             self._ahead_s = now_us / US - self._lock.clock()
         elif deadline_us and now_us >= deadline_us:
             self.lost = f"its lease of {self.lease_s:g} s ended before it was renewed"
-        elif word == "gone":
+        elif word == "gone" or value is None:
             self.lost = "its key has vanished from Redis (deleted, evicted, or the data was lost)"
         else:
             self.lost = f"it is no longer ours in Redis (the lock's value is now {value!r})"

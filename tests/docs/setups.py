@@ -187,6 +187,37 @@ with guarded(app):
             after='assert settle.lock_key(7, "a") == settle.lock_key(7, "b") != settle.lock_key(8, "a")',
         ),
     ],
+    "docs/runbook.md": [
+        Fragment(
+            '"key": ["account_id", "reason"], "dedupe": "until_started"',
+            before="""
+@app.task(base=SingletonTask, singleton={"key": "account_id", "dedupe": "until_started"})
+def settle(account_id, reason): ...
+by_account = settle.lock_key(7, "nightly")
+settle.delay(7, "nightly")
+""",
+            after="""
+assert settle.lock_key(7, "nightly") != by_account
+app.amqp.flush_routes()
+app.amqp.router = app.amqp.Router()  # as an app has it that starts with this setting
+settle.delay(7, "nightly")
+assert app.backend.client.llen("celery") == app.backend.client.llen("settle-new") == 1
+""",
+        ),
+        Fragment(
+            "new_name = app.task(",
+            before="""
+@app.task(name="proj.settle_old", base=SingletonTask, singleton={"key": "account_id"})
+def settle_old(account_id, reason): ...
+before = settle_old.lock_key(7, "x")
+app._tasks.pop("proj.settle_old")
+""",
+            after="""
+app.finalize()
+assert old_name.lock_key(7, "x") == new_name.lock_key(7, "x") == before
+""",
+        ),
+    ],
     "docs/recipes.md": [
         # Fan-out
         Fragment("def refresh(", before="def touched_accounts():\n    return iter([3, 5, 3, 8, 5, 3, 3, 8])"),
