@@ -29,7 +29,10 @@ from tests.versions.pythons import Broken, call, cpython
 from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, following_cells, rows
 
 # Everything but models, simulations and counts, which know no version.
-WHOLE = ("--ignore=tests/model", "--ignore=tests/test_simulation.py", "--ignore=tests/test_count.py")
+WHOLE = (
+    *("--ignore=tests/model", "--ignore=tests/test_simulation.py"),
+    *("--ignore=tests/test_count.py", "--ignore=tests/test_soaked.py"),  # of the benchmarks alone
+)
 # Beside it: how a body ends, and what becomes of its lease, on the pool that every version has.
 _ON_PREFORK = ("-k", "prefork or not test_exit_")
 _EXITS = ("returns", "leases", "retries", "freezes")
