@@ -1305,7 +1305,7 @@ def test_table_keeps_what_matters_and_cuts_the_rest(room, gone, cut):
     """
     heading, *lines = table(COLUMNS, ROWS, room)
     missing = ", ".join(name for name in COLUMNS if name in gone)
-    said = f" No room for {missing}: widen the terminal, or pipe to less -S." if gone else ""
+    said = f" No room for {missing}: widen the terminal." if gone else ""
     assert screen.left_out(COLUMNS, heading) == said
     left = [name for name in COLUMNS if name not in gone]
     assert re.split("  +", heading) == left

@@ -139,7 +139,7 @@ def list_(
             looks = map(shape.style, block)
             shown = [Line(line, look) if look else line for line, look in zip(lines, looks)]
             say(*([] if heading == said else [heading]), *shown)
-            said, hidden = heading, left_out(shape.columns, heading)
+            said, hidden = heading, left_out(shape.columns, heading, ", or pipe to less -S")
             widest = [max(column, key=len) for column in zip(widest, *rows)]
             count += len(block)
     what = "stale lock" if stale else shape.name

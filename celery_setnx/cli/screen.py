@@ -53,10 +53,10 @@ def whole_words(text: str, *, err: bool = False, after: str = "") -> str:
     return fitting.fill(text).removeprefix(after)
 
 
-def left_out(columns: Sequence[str], heading: str) -> str:
+def left_out(columns: Sequence[str], heading: str, instead: str = "") -> str:
     """That a table has no room for some of its columns, as its heading tells; else nothing."""
     missing = [name for name in columns if name not in heading]
-    return f" No room for {', '.join(missing)}: widen the terminal, or pipe to less -S." if missing else ""
+    return f" No room for {', '.join(missing)}: widen the terminal{instead}." if missing else ""
 
 
 def width() -> int | None:

@@ -139,7 +139,7 @@ def test_list_fits_a_narrow_terminal(narrow, cli):
     cli.hold("waiting")
     cli.park("waiting")
     terminal.run("list")
-    screen = terminal.shows("6 locks under t:{...}. No room for ", "code=0")
+    screen = terminal.shows("6 locks under t:{...}. No room for ", "less", "code=0")
     rows = shown_rows(screen, width)
     assert sorted(rows) == [("tests.cliapp.sync", "-")] * 5 + [("tests.cliapp.waiting", "1")]
     assert len(screen.split("6 locks")[0].splitlines()) == 7
