@@ -23,7 +23,7 @@ from celery_once import AlreadyQueued, QueueOnce
 from celery_singleton import Singleton
 
 from benchmarks.figures import Promise, Table, command
-from benchmarks.peers import new_clients
+from benchmarks.peers import new_clients, once_settings
 from celery_setnx import SingletonTask
 from examples.embedded import EmbeddedServer
 
@@ -107,10 +107,7 @@ def sample(server: EmbeddedServer, way: Way, numbers: list[int]) -> float:
     app.conf.update(
         setnx_url=server.url(LOCK_DB),
         singleton_backend_url=server.url(LOCK_DB),
-        ONCE={
-            "backend": "celery_once.backends.Redis",
-            "settings": {"url": server.url(LOCK_DB), "default_timeout": 3600},
-        },
+        ONCE=once_settings(server.url(LOCK_DB), 3600),
     )
     task = app.task(base=way.base, name="benchmark.task", shared=False, **way.options)(work)
     with redis.Redis(port=server.port, db=BROKER_DB) as broker:

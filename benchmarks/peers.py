@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import celery_once.backends.redis
 import celery_singleton.backends
 import redis
 from celery_heimdall import HeimdallTask
+
+# By default it would wait nearly a second in the worker for the lock that its call has taken already.
+UNIQUE = {"unique": True, "unique_lock_blocking": False}
+"""What celery-heimdall's tasks have in every benchmark that runs them."""
+
+
+def once_settings(lock_url: str, timeout_s: int) -> dict[str, Any]:
+    """celery-once's own settings."""
+    return {
+        "backend": "celery_once.backends.Redis",
+        "settings": {"url": lock_url, "default_timeout": timeout_s},
+    }
 
 
 class Heimdall(HeimdallTask):

@@ -14,7 +14,7 @@ from celery import Celery, Task
 from celery_once import QueueOnce
 from celery_singleton import Singleton
 
-from benchmarks.peers import Heimdall
+from benchmarks.peers import UNIQUE, Heimdall, once_settings
 from celery_setnx import SingletonTask
 
 BROKER_URL, LOCK_URL = "BENCHMARK_BROKER_URL", "BENCHMARK_LOCK_URL"
@@ -43,20 +43,11 @@ def make_app(broker_url: str, lock_url: str, duration_s: int, *, elsewhere: bool
         setnx_url=lock_url,
         setnx_same_host=not elsewhere,
         singleton_backend_url=lock_url,
-        ONCE={
-            "backend": "celery_once.backends.Redis",
-            "settings": {"url": lock_url, "default_timeout": duration_s},
-        },
+        ONCE=once_settings(lock_url, duration_s),
     )
     client = redis.Redis.from_url(lock_url)
     ours = {"singleton": {"key": "key", "lease": duration_s}}
-    heimdall = {
-        "unique": True,
-        "unique_timeout": duration_s,
-        "key": lambda args, _kwargs: args[0],
-        # By default it would wait nearly a second in the worker for the lock that its call has taken already.
-        "unique_lock_blocking": False,
-    }
+    heimdall = {**UNIQUE, "unique_timeout": duration_s, "key": lambda args, _kwargs: args[0]}
     _add(app, OURS, SingletonTask, ours)
     _add(app, ELSEWHERE, SingletonTask, ours)
     _add(app, ONCE, QueueOnce, {"once": {"keys": ["key"], "timeout": duration_s, "graceful": True}})

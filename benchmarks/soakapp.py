@@ -16,7 +16,7 @@ from celery.signals import task_failure, task_postrun
 from celery.utils.imports import symbol_by_name
 from celery_once import QueueOnce
 
-from benchmarks.peers import Heimdall
+from benchmarks.peers import UNIQUE, Heimdall, once_settings
 from tests.chaos.history import History
 from tests.harness import redelivery
 
@@ -43,12 +43,10 @@ class Way:
 
 _ONCE = {"once": {"keys": ["key"], "timeout": LEASE_S}}
 _HEIMDALL = {
-    "unique": True,
+    **UNIQUE,
     "unique_timeout": LEASE_S,
     "unique_raises": True,
     "key": lambda args, _kwargs: args[0],
-    # By default it would wait nearly a second in the worker for the lock that its call has taken already.
-    "unique_lock_blocking": False,
 }
 _OURS = Way("celery_setnx:SingletonTask", {"singleton": {"key": "key", "lease": LEASE_S}})
 WAYS = {
@@ -88,7 +86,7 @@ def make_app(way: str, broker_url: str, lock_url: str, journal: str = os.devnull
         worker_prefetch_multiplier=1,
         setnx_url=lock_url,
         setnx_same_host=way != ELSEWHERE,
-        ONCE={"backend": "celery_once.backends.Redis", "settings": {"url": lock_url}},
+        ONCE=once_settings(lock_url, LEASE_S),
     )
     chosen, client, note = WAYS[way], redis.Redis.from_url(lock_url), History(Path(journal)).note
 

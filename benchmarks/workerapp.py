@@ -13,7 +13,7 @@ from celery.utils.imports import symbol_by_name
 from celery_once import QueueOnce
 from celery_singleton import Singleton
 
-from benchmarks.peers import Heimdall
+from benchmarks.peers import UNIQUE, Heimdall, once_settings
 from celery_setnx.connection import client_for
 from celery_setnx.lock.wire import ask
 
@@ -60,8 +60,7 @@ WAYS = {
     BARE: Way(Bare),
     ONCE: Way(QueueOnce, locks_at="publish"),
     SINGLETON: Way(Singleton, {"lock_expiry": EXPIRY_S}, "publish"),
-    # By default it would wait nearly a second in the worker for the lock that its call has taken already.
-    HEIMDALL: Way(Heimdall, {"heimdall": {"unique": True, "unique_lock_blocking": False}}, "publish"),
+    HEIMDALL: Way(Heimdall, {"heimdall": UNIQUE}, "publish"),
 }
 
 
@@ -79,10 +78,7 @@ def new_app(name: str, broker_url: str, lock_url: str) -> Celery:
         task_ignore_result=True,
         setnx_url=lock_url,
         singleton_backend_url=lock_url,
-        ONCE={
-            "backend": "celery_once.backends.Redis",
-            "settings": {"url": lock_url, "default_timeout": EXPIRY_S},
-        },
+        ONCE=once_settings(lock_url, EXPIRY_S),
     )
     return app
 

@@ -1,9 +1,6 @@
 """The runbook: real workers make what each section is about, and its commands are run as printed."""
 
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +8,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from examples.embedded import EmbeddedServer
 from tests.docs.pages import Block, blocks, commands, sections, text_of
-from tests.docs.test_printed import alike
+from tests.docs.reader import Reader, alike, reading
 from tests.harness import wait_until
 
 PAGE = "docs/runbook.md"
@@ -24,8 +20,8 @@ import os, time
 from celery import Celery
 from celery_setnx import SingletonTask
 
-app = Celery("shop", broker=os.environ["SERVER"] + "/0", backend=os.environ["SERVER"] + "/0")
-app.conf.setnx_url = os.environ["SERVER"] + "/1"
+app = Celery("shop", broker=os.environ["REDIS_URL"], backend=os.environ["REDIS_URL"])
+app.conf.setnx_url = os.environ["REDIS_URL"].replace("/0", "/1")
 
 
 @app.task(base=SingletonTask, singleton={"key": "account_id"})
@@ -52,47 +48,21 @@ def charge(self, order_id):
 """
 
 
-class Shop:
+class Shop(Reader):
     """A shop whose locks get stuck, and an operator who reads the runbook."""
 
     def __init__(self, directory: Path, server: str) -> None:
-        self.directory = directory
-        self.server = server
-        self.log = directory / "worker.log"
-        self.worker: subprocess.Popen[bytes] | None = None
+        super().__init__(directory, server)
         self.task_id = ""
         (directory / "shop.py").write_text(SHOP)
 
-    @property
-    def environment(self) -> dict[str, str]:
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        return {**os.environ, "SERVER": self.server, "PATH": path}
-
     def start_worker(self) -> None:
         """Start the only worker."""
-        command = ["celery", "-A", "shop", "worker", "-n", "w1@shop", "-c", "4", "-l", "INFO"]
-        with self.log.open("wb") as log:
-            self.worker = subprocess.Popen(
-                command,
-                cwd=self.directory,
-                env=self.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.wait_for_log(" ready.")
-
-    def kill_worker(self) -> None:
-        """Kill it, with its pool processes."""
-        if self.worker is not None:
-            os.killpg(self.worker.pid, signal.SIGKILL)
-            self.worker.wait()
-            self.worker = None
+        self.start("celery -A shop worker -n w1@shop -c 4 -l INFO")
 
     def wait_for_log(self, text: str) -> None:
         """Wait until the worker has logged this."""
-        wait_until(lambda: text in self.log.read_text(errors="replace"), f"{text!r} in {self.log}")
+        wait_until(lambda: text in self.log_text(), f"{text!r} in {self.log}")
 
     def publish(self, call: str, times: int = 1) -> None:
         """Publish a call, as the shop's own code does; its id is kept."""
@@ -101,23 +71,10 @@ class Shop:
         assert code == 0, said
         self.task_id = said.split()[-1]
 
-    def ask(self, command: str) -> tuple[str, int]:
-        """What a command says, and its exit code."""
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=self.directory,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=100,
-        )
-        return done.stdout, done.returncode
-
     def client(self, db: int) -> redis.Redis:
         """A client of one of the server's databases."""
-        return redis.Redis.from_url(f"{self.server}/{db}", decode_responses=True)
+        server = self.environment["REDIS_URL"].rpartition("/")[0]
+        return redis.Redis.from_url(f"{server}/{db}", decode_responses=True)
 
     def key(self, task: str) -> str:
         """The key of the only lock of a task, once it is held."""
@@ -128,19 +85,17 @@ class Shop:
             )
             return str(key)
 
-    def read(self, block: Block) -> None:
+    def follow(self, block: Block) -> None:
         """Run a block's commands, and compare what they say with what is printed."""
         where = f"{PAGE}, line {block.line}"
         if block.language == "sh":
-            for command in commands([block]):
-                said, code = self.ask(command)
-                assert code == 0, f"{where}: {command} ended with {code}:\n{said}"
+            self.read(PAGE, [block])
         elif block.language == "console":
             for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
                 command, _, printed = part.partition("\n")
-                self._compare(ID.sub(self.task_id, command), alike(printed), where)
+                self._follow(ID.sub(self.task_id, command), alike(printed), where)
 
-    def _compare(self, command: str, printed: list[str], where: str) -> None:
+    def _follow(self, command: str, printed: list[str], where: str) -> None:
         """It says what is printed, and maybe other lines between; `why` is asked until it does."""
         said = ""
 
@@ -164,7 +119,7 @@ def _body_runs(shop: Shop) -> None:
 
 
 def _all_workers_die(shop: Shop) -> None:
-    shop.kill_worker()
+    shop.stop()
 
 
 def _queue_is_purged(shop: Shop) -> None:
@@ -210,12 +165,8 @@ STAGES: dict[str, Callable[[Shop], None]] = {
 @pytest.fixture
 def shop(tmp_path) -> Iterator[Shop]:
     """On an empty server, without a worker."""
-    with EmbeddedServer() as server:
-        shop = Shop(tmp_path, server.url().rpartition("/")[0])
-        try:
-            yield shop
-        finally:
-            shop.kill_worker()
+    with reading(tmp_path, Shop) as shop:
+        yield shop
 
 
 def test_runbook_goes_as_printed(shop):
@@ -227,6 +178,6 @@ def test_runbook_goes_as_printed(shop):
         found = blocks(parts[heading])
         stage(shop)
         for block in found:
-            shop.read(block)
+            shop.follow(block)
         ran += commands(found)
     assert commands(blocks(text)) == [_FIRST, *ran]
