@@ -158,9 +158,10 @@ def test_ensure_raises_when_the_lease_may_be_over(locks):
     [
         (lambda locks: age(locks, NAME, 30), "its lease of 30 s ended before it was renewed", "released"),
         (lambda locks: locks.delete(NAME), "vanished", "gone"),  # deleted or evicted
+        (lambda locks: locks.flushdb(), "vanished", "lost"),  # its record too: nothing says whose it was
         (lambda locks: locks.delete(RECORD), "it is no longer ours in Redis", "lost"),
     ],
-    ids=["expired", "vanished", "without-record"],
+    ids=["expired", "vanished", "flushed", "without-record"],
 )
 def test_lock_that_is_lost_is_not_renewed_back_to_life(locks, lose, message, answer):
     """Past its deadline, without its key or without its record it is lost, though nobody has taken it."""
