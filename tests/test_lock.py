@@ -14,7 +14,7 @@ from celery_setnx import AlreadyRunning, LockLost, LockUnavailable, SetnxLock
 from celery_setnx.lock import held as held_module
 from celery_setnx.lock import verbs
 from celery_setnx.lock.verbs import RELEASE
-from tests.harness import age, raising, server_us
+from tests.harness import age, lock_keys, raising, server_us
 
 NAME, RECORD = "lock.foo", "{lock.foo}:holder"
 
@@ -59,7 +59,7 @@ def test_lock_named_by_an_enum_has_its_record_beside_it(locks):
     """Lock and record are named by the member's text, and not by its value."""
     member = Enum("Name", {"REPORT": "report"}, type=str).REPORT
     assert SetnxLock(locks, member).acquire().acquired
-    assert set(locks.keys()) == {"Name.REPORT", "{Name.REPORT}:holder"}
+    assert lock_keys(locks) == {"Name.REPORT", "{Name.REPORT}:holder"}
 
 
 def test_release_frees_the_lock_and_is_answered_alike_twice(locks):

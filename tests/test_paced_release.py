@@ -19,8 +19,8 @@ KEY = key_name("t", "t", "")
 
 @pytest.fixture
 def app(server) -> Celery:
-    """An app whose locks are on the server of the tests."""
-    app = Celery("paced", broker="memory://", set_as_current=False)
+    """An app whose locks are on the server of the tests, and whose lines no worker of other tests sweeps."""
+    app = Celery("paced", broker="memory://paced", set_as_current=False)
     app.conf.update(setnx_url=server.url(1), setnx_prefix="t")
     return app
 
