@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from celery_setnx.lock.outcome import Outcome
     from celery_setnx.lock.record import Holder
     from celery_setnx.options import SingletonOptions
-    from celery_setnx.run.conflict import Conflict, is_skipped
+    from celery_setnx.run.conflict import Conflict, is_skipped, superseded_by
     from celery_setnx.task import SingletonTask, check, current_lock, singleton
 
 __version__ = "1.0.0"
 
 # Imported when first asked for: every `celery` command and every pytest run meets the entry points.
 _HOMES = {
-    "run.conflict": ("Conflict", "is_skipped"),
+    "run.conflict": ("Conflict", "is_skipped", "superseded_by"),
     "exceptions": (
         "AlreadyRunning",
         "DuplicateTask",
@@ -87,6 +87,7 @@ __all__ = [
     "is_skipped",
     "send_task",
     "singleton",
+    "superseded_by",
 ]
 
 

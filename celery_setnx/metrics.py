@@ -26,6 +26,7 @@ from celery_setnx.log import Log
 from celery_setnx.options import settings_of
 from celery_setnx.signals import (
     call_deduplicated,
+    call_superseded,
     lock_acquired,
     lock_conflict,
     lock_lost,
@@ -81,6 +82,7 @@ FIGURES = (
     Figure("lost", lock_lost, "Locks that a living holder has lost."),
     Figure("lapsed", uniqueness_lapsed, "Marks that were gone, or another's, when their call started."),
     Figure("duplicates", call_deduplicated, "Calls not published, by the earlier call's state.", "state"),
+    Figure("superseded", call_superseded, "Calls that were skipped because a newer one runs instead."),
     Figure("released", lock_released, "Locks that were given back, by outcome.", "outcome"),
     Figure("wait", lock_acquired, "Seconds from a call's first conflict to its lock.", seconds="waited_s"),
     Figure("hold", lock_released, "Seconds for which a call had its lock.", seconds="held_s"),

@@ -24,7 +24,7 @@ from celery_setnx.lock.record import Terms
 ConflictPolicy = Literal["auto", "skip", "retry", "wait", "join", "raise"]
 RedisErrorPolicy = Literal["retry", "run", "raise"]
 DedupeMode = Literal["until_started", "until_done"]
-DuplicatePolicy = Literal["return", "raise"]
+DuplicatePolicy = Literal["return", "raise", "replace"]
 CONFLICT_POLICIES, REDIS_ERROR_POLICIES = get_args(ConflictPolicy), get_args(RedisErrorPolicy)
 DEDUPE_MODES, DUPLICATE_POLICIES = get_args(DedupeMode), get_args(DuplicatePolicy)
 
@@ -83,8 +83,14 @@ class Options:
         dedupe_for: With `dedupe="until_done"`: seconds for which a call that has succeeded makes duplicates
             of its like. It is the task's, not a single call's. Defaults to none: while it is queued or runs.
         on_duplicate: What a call that is a duplicate gets: `"return"`, the `AsyncResult` of the other call,
-            `.deduplicated`; `"raise"`, `DuplicateTask`; or what a callable taking a `Duplicate` returns.
+            `.deduplicated`; `"raise"`, `DuplicateTask`; or what a callable taking a `Duplicate` returns. Or
+            `"replace"`: the newest call of a key runs, and older ones that have not begun are skipped.
             Defaults to `"return"`.
+        debounce: Seconds without a further call of a key after which the newest one runs. It implies
+            `on_duplicate="replace"` and `dedupe="until_started"`. Defaults to none.
+        debounce_max: Seconds after the first call of a key that waits, after which the newest one runs
+            however many follow. Defaults to 60.
+        debounce_leading: Whether the first call of a key that was quiet runs at once. Defaults to False.
         queue_lease: How long a mark lasts beyond the time at which its call may start, and a lock beyond the
             time of the retry that it is held for. Defaults to 3600.
         hold_on_retry: Keep the lock while the task waits for its own retry. Defaults to False.
@@ -107,6 +113,9 @@ class Options:
     dedupe: str | None = None
     dedupe_for: float | None = None
     on_duplicate: str | Callable[..., Any] = "return"
+    debounce: float | None = None
+    debounce_max: float = 60.0
+    debounce_leading: bool = False
     queue_lease: float = 3600.0
     hold_on_retry: bool = False
     on_redis_error: str = "retry"
@@ -120,6 +129,11 @@ class Options:
     def asks(self) -> str:
         """What makes duplicates at publish time: the mode of `dedupe`, or `dedupe_for`."""
         return "dedupe_for" if self.dedupe_for else str(self.dedupe)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the newest call of a key replaces those before it."""
+        return self.on_duplicate == "replace"
 
     @cached_property
     def may_wait(self) -> bool:
@@ -149,6 +163,9 @@ class SingletonOptions(TypedDict, total=False):
     dedupe: DedupeMode | None
     dedupe_for: Duration | None
     on_duplicate: DuplicatePolicy | Callable[[Any], Any]
+    debounce: Duration | None
+    debounce_max: Duration
+    debounce_leading: bool
     queue_lease: Duration
     hold_on_retry: bool
     on_redis_error: RedisErrorPolicy
@@ -195,6 +212,8 @@ _DURATIONS = {
     "retry_delay_max": "positive",
     "max_wait": "not negative or None",
     "dedupe_for": "positive or None",
+    "debounce": "positive or None",
+    "debounce_max": "positive",
     "queue_lease": "positive",
 }
 
@@ -204,6 +223,8 @@ def merged(where: str, *layers: Mapping[str, Any]) -> Options:
     values: dict[str, Any] = {}
     for layer in layers:
         values.update(checked(where, layer))
+    if values.get("debounce") is not None:
+        values = {"dedupe": "until_started", "on_duplicate": "replace", **values}
     options = Options(**values)
     _check_together(where, options)
     return options
@@ -418,8 +439,8 @@ def _value(where: str, name: str, value: Any) -> Any:
             raise OptionError(f"limit of {where} must be a whole number from 1 to 100, not {value!r}")
     elif name == "rate" and value is not None:
         return _rate(where, value)
-    elif name == "hold_on_retry":
-        _flag(f"hold_on_retry of {where}", value)
+    elif name in ("hold_on_retry", "debounce_leading"):
+        _flag(f"{name} of {where}", value)
     return value
 
 
@@ -499,4 +520,39 @@ def _check_together(where: str, options: Options) -> None:
             f"{where} has dedupe='until_started' and on_conflict={options.on_conflict!r}: a call published "
             f"during a run would {lost}, and miss what changed; use on_conflict='wait', or "
             "dedupe='until_done'"
+        )
+    _check_newest(where, options)
+
+
+def _check_newest(where: str, options: Options) -> None:
+    """Refuse what does not go with a call that replaces those before it."""
+    what = "on_duplicate='replace'" if options.debounce is None else f"debounce={options.debounce:g}"
+    if options.debounce is not None and not options.replaces:
+        raise OptionError(
+            f"{where} has {what} and on_duplicate={options.on_duplicate!r}: the newest call replaces those "
+            "before it, so none is a duplicate; leave out on_duplicate"
+        )
+    if options.debounce is None and options.debounce_leading:
+        raise OptionError(f"{where} has debounce_leading and no debounce; add debounce=, in seconds")
+    if options.debounce is not None and options.debounce_max < options.debounce:
+        raise OptionError(
+            f"debounce_max ({options.debounce_max:g} s) of {where} is shorter than its debounce "
+            f"({options.debounce:g} s)"
+        )
+    if not options.replaces:
+        return
+    if options.dedupe != "until_started":
+        raise OptionError(
+            f"{where} has {what} and dedupe={options.dedupe!r}: a call is replaced until it has started, so "
+            "use dedupe='until_started'"
+        )
+    if options.limit > 1:
+        raise OptionError(
+            f"{where} has {what} and limit={options.limit}: an older call may end after a newer one if they "
+            "run at a time; leave the limit at 1"
+        )
+    if options.on_conflict == "raise":
+        raise OptionError(
+            f"{where} has {what} and on_conflict='raise': the newest call would fail if an older one runs, "
+            "and its arguments would be lost; use on_conflict='wait'"
         )

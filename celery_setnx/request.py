@@ -20,7 +20,7 @@ from celery.worker.request import Request
 from celery.worker.state import revoked as revoked_tasks
 
 from celery_setnx.arguments import Arguments
-from celery_setnx.call.back import ComesBack, Dropped, Waits
+from celery_setnx.call.back import ComesBack, Dropped, Waits, remember_s
 from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.ended import DEATHS, stored_end
 from celery_setnx.call.guard import decorated
@@ -40,7 +40,7 @@ from celery_setnx.log import Log, fields
 from celery_setnx.options import Options
 from celery_setnx.run.cleanup import cleanup_of_process
 from celery_setnx.run.events import follow
-from celery_setnx.run.park import Parked, remember_s
+from celery_setnx.run.park import Parked
 from celery_setnx.run.receipt import needs_receipt, receipt_of, receipts_of
 from celery_setnx.run.sweep import look_again_in, look_soon, see_to_sweeps
 from celery_setnx.signals import lock_released

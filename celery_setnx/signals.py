@@ -77,6 +77,12 @@ call_deduplicated = LockSignal(name="call_deduplicated", providing_args={"task_i
 with `dedupe_for`). Sent by the publisher, with the task's name as sender if it does not have the task's code.
 A call that asks again when it has its lock is skipped, and its worker sends this."""
 
+call_superseded = LockSignal(
+    name="call_superseded", providing_args={"task_id", "key", "about", "superseded_by"}
+)
+"""A call is skipped, because a newer call of its key runs instead (`on_duplicate="replace"`): the task
+`superseded_by`."""
+
 uniqueness_lapsed = LockSignal(
     name="uniqueness_lapsed", providing_args={"task_id", "key", "about", "marked_by"}
 )

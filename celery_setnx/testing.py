@@ -29,6 +29,7 @@ from celery_setnx.lock.names import (
     done_name,
     line_names,
     mark_name,
+    newest_name,
     permits_name,
     record_name,
     starts_name,
@@ -372,8 +373,9 @@ def _left(client: Any, what: Any, args: Any, kwargs: Any) -> list[str]:
                 ended = "; its lease has ended, and it was not released" if one.is_stale else ""
                 permit = f"permit {one.holder.permit} of " if seen.has_several else ""
                 left.append(f"{permit}lock {seen.key}: held by {one.holder}{ended}")
-        if seen.mark is not None:
-            left.append(f"mark {mark_name(seen.key)}: task {seen.mark} is queued")
+        if seen.queued is not None:
+            mark = (newest_name if seen.newest else mark_name)(seen.key)
+            left.append(f"mark {mark}: task {seen.queued} is queued")
         for waiter in look(client, seen.key, waiters=WAITERS).waiters if seen.waiting else ():
             left.append(f"line of {seen.key}: task {waiter.task_id} waits at place {waiter.place}")
     return left
@@ -391,5 +393,6 @@ def _told(left: list[str], what: Any, within: float) -> str:
 
 def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:
     """Run lua/age.lua: its word."""
-    beside = (*line_names(lock), mark_name(lock), permits_name(lock), done_name(lock), starts_name(lock))
+    names = (mark_name, permits_name, done_name, starts_name, newest_name)
+    beside = (*line_names(lock), *[name(lock) for name in names])
     return str(_AGE.of(client, lock, (lock, record_name(lock), *beside), 1, round(by_s * 1e6), *living)[0])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.marks import Mark, MarkReply, extend_all, free_all, mark_all
+from celery_setnx.lock.newest import Reservation, Wanted, replace_all, reserve_all
 from celery_setnx.lock.scripts import node_of
 from celery_setnx.wording import unstopped
 
@@ -23,6 +24,7 @@ PAUSE_S = 5.0
 _A_WAIT_S = 1.0  # a faster failure, such as a refused connection, is tried each time
 
 Error = LockUnavailable | LockRefused
+_Keyed = TypeVar("_Keyed", Mark, Wanted, Reservation)
 
 
 class _Outage(NamedTuple):
@@ -35,6 +37,16 @@ class _Outage(NamedTuple):
 def mark_unless_away(client: Any, marks: Sequence[Mark], **terms: Any) -> list[MarkReply | Error]:
     """As `mark_all`; where the server has just not answered, an error at once."""
     return _unless_away(client, marks, lambda asked: mark_all(client, asked, **terms))
+
+
+def reserve_unless_away(client: Any, calls: Sequence[Wanted], **terms: Any) -> list[Reservation | Error]:
+    """As `reserve_all`."""
+    return _unless_away(client, calls, lambda asked: reserve_all(client, asked, **terms))
+
+
+def replace_unless_away(client: Any, sent: Sequence[Reservation], remember: float) -> Error | None:
+    """As `replace_all`: the first error."""
+    return _first_error(_unless_away(client, sent, lambda asked: replace_all(client, asked, remember)))
 
 
 def extend_unless_away(client: Any, marks: Sequence[Mark], lease: float) -> Error | None:
@@ -59,8 +71,9 @@ def _first_error(found: list[Error | None]) -> Error | None:
     return next((error for error in found if error is not None), None)
 
 
-def _unless_away(client: Any, marks: Sequence[Mark], ask: Callable[[list[Mark]], list[Any]]) -> list[Any]:
-    """For each mark the server's reply, or the error of one that has just not answered.
+def _unless_away(client: Any, marks: Sequence[_Keyed], ask: Callable[[list[_Keyed]], list[Any]]) -> list[Any]:
+    """For each mark, or whatever has the key of a lock, the server's reply, or the error of one that has just
+    not answered.
 
     What is known is kept with the client: each process has its own. It needs no lock: if two threads write
     at a time, either may win.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextvars
+import math
 import time
 import uuid
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from celery_setnx.address import SCHEMES
 from celery_setnx.arguments import pass_on_time_limit
 from celery_setnx.call.arrived import arrived
 from celery_setnx.call.broker import broker_of, broker_scheme
+from celery_setnx.call.delay import declared, waits_in_broker
 from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.queues import (
@@ -44,6 +46,7 @@ from celery_setnx.configured import until_changed
 from celery_setnx.connection import transport_options
 from celery_setnx.exceptions import LockUnavailable
 from celery_setnx.log import Log, fields
+from celery_setnx.options import Options
 from celery_setnx.wording import unstopped
 
 logger = Log("celery_setnx")
@@ -72,7 +75,9 @@ _IN_FIRST_BODY = (
 )
 _SILENT = ("sqs", "gcpubsub", "azureservicebus", "azurestoragequeues")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
+_NO_VISIBILITY_S = 3600.0  # in place of the timeout of a broker that has none
 _REQUEUE_S = 1.0
+_LEAST_WAIT_S = 0.25  # in the broker
 _DROPPED_COPY = (
     "A copy of %s is dropped: %s. It came from a fanout exchange: route guarded tasks to a queue of another "
     "exchange."
@@ -326,6 +331,25 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
     raise ComesBack(text, when=countdown)  # Celery logs this text, in its own line about the retry
 
 
+def wait_in_broker(task: Task, call: Call) -> NoReturn:
+    """Have the running call wait for its time in the broker, in queues that keep it for 2, 4, 8 ... seconds.
+
+    If the broker refuses those, in a worker. It ends with `Waits`, or as `come_back`.
+    """
+    left_s, message, through = max(0.0, call.due - time.time()), Message.of(task), None
+    wait_s = 2.0 ** math.floor(math.log2(max(left_s, _LEAST_WAIT_S)))
+    if message.queue and waits_in_broker(task.app):
+        through = declared(task.app, message.queue, wait_s)
+    reason = f"it waits for newer calls, for {left_s:.1f} s more"
+    if through is None:
+        come_back(task, call, left_s, reason)
+    try:
+        replace(message, queue=through, is_fanout=False).send(task.app, call)
+    except Exception as error:  # noqa: BLE001 - whatever the transport raises
+        not_taken_back(task, call, error, reason)
+    raise Waits(reason, left_s)
+
+
 def not_taken_back(task: Task, call: Call, error: Exception, reason: str) -> NoReturn:
     """End an attempt whose call the broker did not take back: with Reject if it has the message still.
 
@@ -372,6 +396,11 @@ def visibility_timeout_s(app: Celery) -> float | None:
         return float(transport_options(app, "broker_url").get("visibility_timeout") or _VISIBILITY_S[scheme])
 
     return until_changed(app, "_setnx_visibility", read)
+
+
+def remember_s(app: Celery, options: Options) -> float:
+    """Seconds for which Redis remembers that a call waits, or that it is the newest of its key."""
+    return options.queue_lease + (visibility_timeout_s(app) or _NO_VISIBILITY_S)
 
 
 def tells_redelivery(app: Celery) -> bool:

@@ -76,7 +76,13 @@ def _stored_at(stored: Mapping[str, Any]) -> float:
 
 
 def free_ended(
-    app: Celery, task: str, key: str, task_id: str | None, state: str, client: redis.Redis | None = None
+    app: Celery,
+    task: str,
+    key: str,
+    task_id: str | None,
+    state: str,
+    client: redis.Redis | None = None,
+    generation: int = 0,
 ) -> bool:
     """Free the mark of a call that is `queued`, or the lock that is `held_for_retry` for it, if it has ended.
 
@@ -88,7 +94,7 @@ def free_ended(
     if not stored or isinstance(stored.get("result"), DEATHS):
         return False
     try:
-        is_freed = _free(client or client_for(app), key, str(task_id), state)
+        is_freed = _free(client or client_for(app), Mark(key, str(task_id), generation), state)
     except SetnxError as error:
         text = "%s stays %s by task %s, which has ended: %s"
         logger.info(text, key, state, task_id, error, extra=fields(task=task, task_id=task_id, key=key))
@@ -99,7 +105,7 @@ def free_ended(
     return is_freed
 
 
-def _free(client: redis.Redis, key: str, task_id: str, state: str) -> bool:
+def _free(client: redis.Redis, mark: Mark, state: str) -> bool:
     if state == "queued":
-        return free_if_marked(client, Mark(key, task_id))
-    return SetnxLock(client, key, line=True).free_held(task_id)
+        return free_if_marked(client, mark)
+    return SetnxLock(client, mark.key, line=True).free_held(mark.task_id)

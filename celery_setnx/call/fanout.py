@@ -21,11 +21,11 @@ from celery_setnx.arguments import Arguments, copied
 from celery_setnx.call.away import Error
 from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.later import is_published_at_once
-from celery_setnx.call.marking import Marking, mark_lease_s
+from celery_setnx.call.marking import Found, Marking, mark_lease_s, marking_of, refuse_times
 from celery_setnx.call.message import Call
 from celery_setnx.call.publish import AWAITED, HIDES_ARGUMENTS, Send, may_be_duplicate
 from celery_setnx.exceptions import FanOutFailed, OptionError
-from celery_setnx.lock.marks import GRACE_S, MarkReply
+from celery_setnx.lock.marks import GRACE_S
 from celery_setnx.log import Log, fields
 from celery_setnx.options import plain
 from celery_setnx.signals import call_deduplicated
@@ -75,7 +75,8 @@ class FanOut:
 
     Attributes:
         accepted: Calls that the broker has taken.
-        duplicates: Calls that were not sent: the same call is queued or running, or has succeeded.
+        duplicates: Calls that were not sent: the same call is queued or running, or has succeeded. With
+            `on_duplicate="replace"` also those that a later call of the fan-out has replaced.
         failed: Calls that could not be sent: no key, wrong arguments, not serializable.
         first_error: The error of the first failed call, or None.
     """
@@ -99,6 +100,8 @@ class _Distinct:
     args: Any
     kwargs: Any
     told: Call
+    digest: str  # of all its arguments, if the newest call counts
+    delay: dict[str, Any] = field(default_factory=dict)  # options of apply_async that have it wait
     equals: list[tuple[int, Any, Any]] = field(default_factory=list)
 
     @property
@@ -138,6 +141,9 @@ class FanningOut:
         # memory for each. A result is subscribed to when somebody asks for it; the header tells the worker.
         self.headers["ignore_result"] = bool(options.pop("ignore_result", task.ignore_result))
         self.options = {"add_to_parent": False, **options, "ignore_result": True}
+        self.replaces = self.dedupes and self.guard.options.replaces
+        if self.replaces:
+            refuse_times(self.guard, self.options, task.expires)
         self.shows_arguments = not HIDES_ARGUMENTS & options.keys()
         self._lease_s()  # refuses an eta that cannot be read before anything is sent
         self.window: dict[Any, _Distinct] = {}
@@ -211,6 +217,7 @@ class FanningOut:
             args, kwargs = copied(args), copied(kwargs)  # what is sent later is what is drawn now
             given = Arguments.given_to(self.task, args, kwargs, self.options.get("serializer"))
             key, about = self.guard.key_and_about(given, {}, shown=self.shows_arguments)
+            digest = self.guard.digest_of_all(given) if self.replaces else ""
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a user's key function or argument raises
@@ -220,11 +227,14 @@ class FanningOut:
             self.window_began = time.monotonic()
         self.window_calls += 1
         same = self.window.get(key) if self.dedupes else None
-        if same is not None:
+        if same is not None and self.replaces:  # the last of them wins
+            same.equals.append((same.index, same.args, same.kwargs))
+            same.index, same.args, same.kwargs, same.digest = index, args, kwargs, digest
+        elif same is not None:
             same.equals.append((index, args, kwargs))
         else:
             told = Call(self.task.name, uuid(), key=key, options=self.travelling, about=about)
-            self.window[key if self.dedupes else index] = _Distinct(index, args, kwargs, told)
+            self.window[key if self.dedupes else index] = _Distinct(index, args, kwargs, told, digest)
 
     def _is_full(self) -> bool:
         return (
@@ -244,7 +254,8 @@ class FanningOut:
     def _send_batch(self, batch: list[_Distinct]) -> None:
         """Mark, send, extend; whatever happens, what was not sent has no mark afterwards."""
         lease, options = self._lease_s(), self.guard.options
-        marking = Marking(self.guard, options, lease, at_once=self.at_once, complain=self._warn_once)
+        told: dict[str, Any] = {"at_once": self.at_once, "complain": self._warn_once}
+        marking = marking_of(options)(self.guard, options, lease, **told)
         try:
             with marking:
                 fresh = self._marked(batch, marking) if self.dedupes else batch
@@ -258,8 +269,9 @@ class FanningOut:
     def _marked(self, batch: list[_Distinct], marking: Marking) -> list[_Distinct]:
         """Mark the keys; those that are no duplicates are to be sent."""
         fresh = []
-        for call, (told, marked) in zip(batch, marking.take([call.told for call in batch])):
-            call.told = told
+        taken = marking.take([call.told for call in batch], [call.digest for call in batch])
+        for call, (told, marked) in zip(batch, taken):
+            call.told, call.delay = marking.delayed(told, marked)
             if marked is not None and marked.is_duplicate:
                 self._duplicate(call, marked)
             else:
@@ -295,7 +307,7 @@ class FanningOut:
                     if not call.equals:
                         break
                     # Equal by its key, but another call: it may well be sent in the first one's place.
-                    call.index, call.args, call.kwargs = call.equals.pop(0)
+                    call.index, call.args, call.kwargs = call.equals.pop(-1 if self.replaces else 0)
                 except BatchPublishError:
                     raise
                 except Exception:
@@ -306,7 +318,7 @@ class FanningOut:
                     break
 
     def _publish_one(self, call: _Distinct, producer: Any, options: dict[str, Any]) -> None:
-        options = {**self.options, **options, "task_id": call.task_id}
+        options = {**self.options, **options, **call.delay, "task_id": call.task_id}
         options["headers"] = {**self.headers, **call.told.as_headers()}
         if "declare" in options:
             options["declare"] = list(options["declare"])  # a list of its own: kombu adds to it
@@ -338,7 +350,7 @@ class FanningOut:
             for index, _, _ in call.equals:
                 self._tell_duplicate(index, call.told, call.task_id, "queued")
 
-    def _duplicate(self, call: _Distinct, marked: MarkReply) -> None:
+    def _duplicate(self, call: _Distinct, marked: Found) -> None:
         self.counts.duplicates += call.size
         for index in (call.index, *(index for index, _, _ in call.equals)):
             self._tell_duplicate(index, call.told, marked.task_id, marked.state)

@@ -21,7 +21,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError, UnkeyableCall
 from celery_setnx.keys import KeyFunction
 from celery_setnx.lock.lock import SetnxLock
-from celery_setnx.lock.names import key_name, mark_name, scope_and_digest
+from celery_setnx.lock.names import key_name, mark_name, newest_name, scope_and_digest
 from celery_setnx.log import Log, fields
 from celery_setnx.options import (
     NAMES,
@@ -103,8 +103,13 @@ class Guard:
             call_id = before.call_id
         else:
             call_id = os.urandom(6).hex()
-        marked = self._marked_again(options, before, key) if new.attempt % REPLACED else None
-        return Call(*new[:3], key, call_id, options, marked, about=about, has_header=True)
+        marked, generation = None, 0
+        if new.attempt % REPLACED:
+            marked = self._marked_again(options, before, key)
+            generation = before.generation if before and before.key == key else 0
+        return Call(
+            *new[:3], key, call_id, options, marked, about=about, generation=generation, has_header=True
+        )
 
     def _marked_again(self, own: Mapping[str, Any], before: Call | None, key: str) -> bool | str | None:
         """Whether a retry's key is marked for it when it starts.
@@ -150,6 +155,13 @@ class Guard:
         else:
             digest = function.digest(*arguments)
         return key_name(self.settings.prefix, self.scope_of(call), digest), about
+
+    def digest_of_all(self, arguments: Arguments) -> str:
+        """The digest of all arguments of a call, whatever its key is made of; empty if they have none."""
+        try:
+            return KeyFunction(None, self.signature, self.task, **self.checks).digest(*arguments)
+        except UnkeyableCall:
+            return ""
 
     def asked(self, arguments: Arguments) -> tuple[str, str]:
         """The Redis key of a call that somebody asks about, and what it was made of.
@@ -240,6 +252,8 @@ class Guard:
         options = self.options_of(call.options)
         key = call.key or self.key(arguments, call.options)
         mark = mark_name(key) if options.dedupe or call.marked else None
+        if call.generation:
+            mark = newest_name(key)
         return SetnxLock(
             client_for(self.app),
             key,

@@ -13,7 +13,9 @@ from uuid import UUID
 from billiard.exceptions import SoftTimeLimitExceeded
 
 from celery_setnx.lock.line import LineEntry
+from celery_setnx.lock.marks import Mark
 from celery_setnx.lock.names import record_name
+from celery_setnx.lock.newest import MOST
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.log import Log, fields
 from celery_setnx.options import is_sendable
@@ -51,6 +53,9 @@ class Call(NamedTuple):
     join: str | None = None  # id of the task with whose result it ends
     asked: int = 0  # how often it has asked for that result
     about: str = ""  # what its key was made of, for people; empty if that is not to be shown
+    generation: int = 0  # it replaces calls with a lower one; 0: it replaces none, and is not replaced
+    leads: bool = False  # whether only a newer call that has started supersedes it
+    due: float = 0.0  # Unix seconds until which it waits in the broker; 0: it does not
     route: Sequence[str] | None = None  # exchange and routing key for its body, if it came by others
     has_header: bool = False  # whether its message says this of it
 
@@ -121,6 +126,12 @@ class Call(NamedTuple):
     def place(self, remember: float) -> LineEntry:
         """Its place in the line, which is remembered for so many seconds."""
         return LineEntry(self.key, self.task_id, self.attempt, remember, self.call_id, self.is_one_of_several)
+
+    @property
+    def mark(self) -> Mark | None:
+        """Its mark, if it has one: it may be another's by now."""
+        has_one = bool(self.key and (self.marked or self.generation))
+        return Mark(self.key, self.task_id, self.generation) if has_one else None
 
     @property
     def is_woken(self) -> bool:
@@ -259,6 +270,9 @@ _SHAPE: Mapping[str, Callable[[Any], bool]] = {
     "marked": lambda value: isinstance(value, bool) or value == "again",
     "again": lambda value: isinstance(value, bool),
     "unasked": lambda value: isinstance(value, bool),
+    "generation": lambda value: _is_count(value, MOST),
+    "leads": lambda value: isinstance(value, bool),
+    "due": is_time,
     "route": lambda value: isinstance(value, (list, tuple)) and [type(name) for name in value] == [str, str],
 }
 _OPTIONAL = {name: Call._field_defaults[name] for name in Call._fields[3:-1]}
@@ -278,7 +292,7 @@ def _told(said: Any, task: str, task_id: str) -> tuple[int, dict[str, Any]]:
         raise ValueError("it names no 'attempt'")
     if "key" in said:
         record_name(said["key"])
-    elif "marked" in said or "copy" in said:
+    elif not said.keys().isdisjoint(("marked", "copy", "generation")):
         raise ValueError("it names no 'key'")
     told = {name: said[name] for name in said if name in _OPTIONAL}
     return said["attempt"], {**told, "about": about(told["about"])} if "about" in told else told

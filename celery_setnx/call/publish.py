@@ -23,7 +23,7 @@ from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, is_singleton
 from celery_setnx.call.later import is_published_at_once
-from celery_setnx.call.marking import Marking, mark_lease_s
+from celery_setnx.call.marking import Found, mark_lease_s, marking_of, refuse_times
 from celery_setnx.call.message import Call, RunningCall, attempt_of, id_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.exceptions import (
@@ -31,8 +31,8 @@ from celery_setnx.exceptions import (
     OptionError,
     UnkeyableCall,
 )
-from celery_setnx.lock.marks import MarkReply
 from celery_setnx.lock.names import mark_name
+from celery_setnx.lock.newest import Reservation
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields
 from celery_setnx.options import OF_THE_TASK, Options, SingletonOptions, checked
@@ -111,31 +111,40 @@ def publish(
     at_once = is_published_at_once(send, guard.app)
     if not at_once:  # what it has then is what it has now, as its key has it
         arguments = (copied(arguments[0]), copied(arguments[1]))
-    given_id = options.get("task_id")
-    told = _told(guard, arguments, call, options, task)
+    given_id, expires = options.get("task_id"), getattr(task, "expires", None)
+    given = _given(guard, arguments, options.get("serializer"), task)
+    told = _told(guard, given, call, options, task)
     settled = _settled(guard, told, call, options)
-    if settled.dedupe is None or given_id or not may_be_duplicate(guard.app, options):
-        return _noted(send(*arguments, **options), deduplicated=False)
-    lease = mark_lease_s(guard.app, settled, options, getattr(task, "expires", None))
-    complain = partial(_complain, told)
     # Callbacks cannot be handed to the other call: this one is queued beside it, and its run is guarded.
     has_callbacks = options.get("link") or options.get("link_error")
-    with Marking(guard, settled, lease, at_once=at_once, complain=complain) as marking:
-        ((told, marked),) = marking.take([told])
+    is_asked = settled.dedupe is not None and not given_id and may_be_duplicate(guard.app, options)
+    if not is_asked or (settled.replaces and has_callbacks):
+        return _noted(send(*arguments, **options), deduplicated=False)
+    if settled.replaces:
+        refuse_times(guard, options, expires)
+    lease = mark_lease_s(guard.app, settled, options, expires)
+    complain = partial(_complain, told, settled.replaces)
+    digests = [guard.digest_of_all(given) if settled.replaces else ""]
+    with marking_of(settled)(guard, settled, lease, at_once=at_once, complain=complain) as marking:
+        ((told, marked),) = marking.take([told], digests)
         if marked is not None and not has_callbacks and _is_of_ended(guard, told.key, marked):
-            ((told, marked),) = marking.take([told])
+            ((told, marked),) = marking.take([told], digests)
         if marked is not None and marked.is_duplicate and not has_callbacks:
             return _deduplicated(guard, settled, told, marked, arguments, options.get("ignore_result"))
+        told, delay = marking.delayed(told, marked)
         options["headers"] |= told.as_headers()
-        result = send(*arguments, **options)
+        result = send(*arguments, **{**options, **delay})
         marking.sent.append(told)
     return _noted(result, deduplicated=False)
 
 
-def _is_of_ended(guard: Guard, key: str, marked: MarkReply) -> bool:
+def _is_of_ended(guard: Guard, key: str, marked: Found) -> bool:
     """Whether what makes it a duplicate is a call that has ended: then that is older data, and is freed."""
+    if not marked.is_duplicate:
+        return False
     state = marked.holder.state if marked.holder is not None else marked.state
-    return free_ended(guard.app, guard.task, key, marked.task_id, state)
+    generation = marked.generation if isinstance(marked, Reservation) else 0
+    return free_ended(guard.app, guard.task, key, marked.task_id, state, generation=generation)
 
 
 def send_task(
@@ -201,15 +210,18 @@ def send_task(
         raise UnkeyableCall(name, f"{reason}: send_task(..., kwargs={{...}})") from None
 
 
+def _given(guard: Guard, arguments: tuple[Any, Any], serializer: str | None, task: Any) -> Arguments:
+    """The arguments of a call, which have yet to travel."""
+    args, kwargs = arguments
+    if task is None:
+        return Arguments(args or (), kwargs or {}, serializer or guard.app.conf.task_serializer)
+    return Arguments.given_to(task, args, kwargs, serializer)
+
+
 def _told(
-    guard: Guard,
-    arguments: tuple[Any, Any],
-    call: Mapping[str, Any] | None,
-    options: dict[str, Any],
-    task: Any,
+    guard: Guard, given: Arguments, call: Mapping[str, Any] | None, options: dict[str, Any], task: Any
 ) -> Call:
     """The call, which has its task id and its header from now on."""
-    args, kwargs = arguments
     options["task_id"] = options.get("task_id") or uuid()
     attempt = attempt_of(options.get("retries"), options.get("replaced_task_nesting"))
     new = Call(guard.task, id_of(options["task_id"]), attempt)
@@ -217,11 +229,6 @@ def _told(
     before = Call.before(guard.task, options)
     if running is not None:  # which knows its key, whatever its message said
         before = running.call if before is None else before._replace(key=running.call.key)
-    serializer = options.get("serializer")
-    if task is None:
-        given = Arguments(args or (), kwargs or {}, serializer or guard.app.conf.task_serializer)
-    else:
-        given = Arguments.given_to(task, args, kwargs, serializer)
     hides = HIDES_ARGUMENTS & options.keys() or (not before.about if before else options.get("retries"))
     told = guard.call(new, given, call, before, shown=not hides)
     if running is not None:
@@ -270,7 +277,7 @@ def _deduplicated(
     guard: Guard,
     settled: Options,
     told: Call,
-    marked: MarkReply,
+    marked: Found,
     arguments: tuple[Any, Any],
     ignored: bool | None,
 ) -> Any:
@@ -295,7 +302,7 @@ def _deduplicated(
     return duplicate.fail() if settled.on_duplicate == "raise" else duplicate.result
 
 
-def _tell_duplicate(sender: Any, told: Call, marked: MarkReply) -> None:
+def _tell_duplicate(sender: Any, told: Call, marked: Found) -> None:
     logger.info(
         "A call of %s is not published: the same call %s already, as task %s (key %s%s).",
         told.title,
@@ -316,11 +323,17 @@ def _noted(result: Any, *, deduplicated: bool) -> Any:
     return result
 
 
-def _complain(told: Call, error: Error, what: str) -> None:
+def _complain(told: Call, replaces: bool, error: Error, what: str) -> None:
     """The call's own fate stands; its mark, if it has one, lapses after the grace lease."""
     if not what:
         text = "A call of %s is published without a check for duplicates; its run takes the lock. %s"
+        if replaces:
+            text = "A call of %s is published as the newest by this host's clock; its run takes the lock. %s"
         logger.warning(text, told.task, error.brief, extra=fields(of=told))
+        return
+    if replaces:
+        text = "%s %s, but replaces no older call of %s before a worker has received it. %s"
+        logger.warning(text, told, what, told.key, error, extra=fields(of=told))
         return
     text = "%s %s, but its mark %s stays as it is, and lapses by itself. %s"
     logger.warning(text, told, what, mark_name(told.key), error, extra=fields(of=told))

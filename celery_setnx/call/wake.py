@@ -254,8 +254,14 @@ def end_within(app: Celery, call: Call, within: float) -> None:
     look_within(app, call.task, end_name(call.key, call.task_id), max(within, 0.0))
 
 
-def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float | None:
-    """Send a call whose waiting has ended: its worker has it fail, and leave its line.
+def end_wait(
+    app: Celery,
+    key: str,
+    task_id: str,
+    client: redis.Redis,
+    why: str = "has reached its max_wait or expiry",
+) -> float | None:
+    """Send a call whose waiting has ended: its worker has it fail, or skips it, and it leaves its line.
 
     It keeps its place until then, for its message may be lost. Seconds until that is to be tried again.
     """
@@ -269,8 +275,9 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
         call, message = _of_its_line(app, text)
     except Exception as error:  # noqa: BLE001 - whatever there is in the line's place of a call
         logger.warning(
-            "Task %s has reached its max_wait or expiry, and is left to its courier: %s",
+            "Task %s %s, and is left to its courier: %s",
             task_id,
+            why,
             error,
             extra=fields(task_id=task_id, key=key),
         )
@@ -278,9 +285,8 @@ def end_wait(app: Celery, key: str, task_id: str, client: redis.Redis) -> float 
     try:
         message.send(app, call.as_copy())
     except Exception as error:  # noqa: BLE001 - whatever the transport or the serializer raises
-        text = "%s has reached its max_wait or expiry, but could not be sent to the broker: %s "
-        text += "It is tried again in %g s."
-        logger.warning(text, call, error, _UNSENT_S, extra=fields(of=call))
+        text = "%s %s, but could not be sent to the broker: %s It is tried again in %g s."
+        logger.warning(text, call, why, error, _UNSENT_S, extra=fields(of=call))
         return _UNSENT_S
     return None
 

@@ -112,7 +112,8 @@ def look_at(app: Celery, key: str, guard: Guard | None = None) -> Sighting:
     asked: dict[str, Any] = {"waiters": WAITERS}
     if guard is not None:
         options = guard.options
-        asked = {"terms": options.terms, "dedupe": options.asks if options.dedupe else ""}
+        is_asked = options.dedupe and not options.replaces  # what an equal call is, only a publisher knows
+        asked = {"terms": options.terms, "dedupe": options.asks if is_asked else ""}
     client = client_for(app)
     try:
         seen = look(client, key, **asked)
@@ -160,7 +161,7 @@ def sight_call(
     given = args_json, kwargs_json
     key, about = key_of(task, arguments, *given)
     sighting = look_at(app, key, guard)
-    if sighting.is_lock or sighting.mark:
+    if sighting.is_lock or sighting.queued:
         return Asked(sighting, about)
     otherwise = tuple(map(_otherwise, arguments))
     try:
@@ -168,9 +169,11 @@ def sight_call(
     except click.UsageError:
         return Asked(sighting, about)
     other = look_at(app, other_key)
-    if other_key == key or not (other.is_lock or other.mark):
+    if other_key == key or not (other.is_lock or other.queued):
         return Asked(sighting, about)
-    has = f"is held by {other.holder}" if other.holder else "is queued" if other.mark else "has calls in line"
+    has = (
+        f"is held by {other.holder}" if other.holder else "is queued" if other.queued else "has calls in line"
+    )
     words = " ".join(map(shlex.quote, otherwise))
     meant = titled(task.name, other_about)
     instead = f"But {meant} {has}. The number and the text are different keys. To ask about that one: {words}"
@@ -197,7 +200,11 @@ def find(
             continue
         if older_s is not None and not any((one.age_s or 0.0) >= older_s for one in sighting.of_each()):
             continue
-        if sighting.mark is not None if queued else sighting.is_lock and (sighting.is_abandoned or not stale):
+        if (
+            sighting.queued is not None
+            if queued
+            else sighting.is_lock and (sighting.is_abandoned or not stale)
+        ):
             yield sighting
 
 

@@ -6,8 +6,8 @@ import getpass
 import logging
 import os
 import socket
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import click
 from celery import Celery
@@ -18,12 +18,14 @@ from celery_setnx.cli.describe import fate, many, of_permits, of_starts, span, u
 from celery_setnx.cli.screen import say
 from celery_setnx.connection import client_for
 from celery_setnx.lock.look import Sighting
-from celery_setnx.lock.names import done_name, mark_name
+from celery_setnx.lock.marks import Mark, free_each
+from celery_setnx.lock.names import done_name
 from celery_setnx.lock.survey import BATCH, forget_starts
 from celery_setnx.lock.verbs import IfSame, if_same
 from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
+T = TypeVar("T")
 
 _NOT_KNOWN = "Not released: its holder may still be running. Stop it first, or use --force."
 _FOREIGN = "Not released: another program has set it, and may still need it. To release it, use --force."
@@ -87,7 +89,7 @@ def release_lock(
 
 def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, instead: str) -> NotReleased:
     """That nobody has a lock, and what else there is of its key."""
-    more = f" A call is queued, as {sighting.mark}: see release --queued." if sighting.mark else ""
+    more = f" A call is queued, as {sighting.queued}: see release --queued." if sighting.queued else ""
     if sighting.done_by:
         more += f" A call has succeeded, as {sighting.done_by}, and makes duplicates: see release --done."
     if sighting.is_paced:
@@ -118,11 +120,12 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
         hint = "" if task in app.tasks else f" {unknown(app, task)}"
         raise NotReleased(f"Nothing to free: no call of {task} is marked as queued.{hint}")
     are = "is" if len(shown) == 1 else "are"
-    say(f"{many(len(shown), 'call')} of {task} {are} marked as queued, such as {shown[0].mark}.")
+    say(f"{many(len(shown), 'call')} of {task} {are} marked as queued, such as {shown[0].queued}.")
     say("  A call that is still queued runs all the same, but may be published a second time.")
     _say_who_shares(app, task)
     _ask("Free the marks?", "Not freed.", yes=yes)
-    count = _dropped(app, [IfSame((mark_name(one.key),), (str(one.mark),)) for one in shown])
+    marks = [Mark(one.key, str(one.queued), one.newest.generation if one.newest else 0) for one in shown]
+    count = _counted(marks, lambda some: free_each(client_for(app), some))
     freed = _noted(app, count, "mark", task, "freed")
     say(f"Freed {freed} of {task}.")
 
@@ -185,9 +188,14 @@ def _ask(question: str, refused: str, *, yes: bool) -> None:
 
 def _dropped(app: Celery, shown: Sequence[IfSame]) -> int:
     """Delete what is still what was shown: how many."""
+    return _counted(shown, lambda some: if_same(client_for(app), some))
+
+
+def _counted(shown: Sequence[T], drop: Callable[[Sequence[T]], Sequence[bool | Exception]]) -> int:
+    """Drop things, a batch at a time: how many were still what was shown."""
     count = 0
     for start in range(0, len(shown), BATCH):
-        for is_dropped in if_same(client_for(app), shown[start : start + BATCH]):
+        for is_dropped in drop(shown[start : start + BATCH]):
             if isinstance(is_dropped, Exception):
                 raise is_dropped
             count += is_dropped

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.names import permit_names
+from celery_setnx.lock.newest import Newest
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.takeover import TakeOver
@@ -22,7 +23,7 @@ _SHOWN = 3  # holders that `why` names
 _IN_TABLE = 24  # characters of what a key was made of
 
 COLUMNS = ("TASK", "STATE", "AGE", "DEADLINE", "PROCESS", "WAITING", "TASK ID", "WORKER", "KEY")
-MARK_COLUMNS = ("TASK", "LAPSES", "QUEUED TASK ID", "KEY")
+MARK_COLUMNS = ("TASK", "DUE", "SUPERSEDED", "LAPSES", "QUEUED TASK ID", "KEY")
 DONE_COLUMNS = ("TASK", "COUNTS", "TASK ID", "KEY")
 
 _ON_CONFLICT = {
@@ -84,8 +85,18 @@ def mark_row(sighting: Sighting) -> dict[str, Any]:
     return {
         "key": sighting.key,
         "task": sighting.scope,
-        "task_id": sighting.mark,
-        "lapses_in_s": rounded(sighting.mark_ends_s),
+        "task_id": sighting.queued,
+        "lapses_in_s": rounded(sighting.queued_for_s),
+        **_newest(sighting),
+    }
+
+
+def _newest(sighting: Sighting) -> dict[str, Any]:
+    """What the JSON says of a call that replaces older ones; null of a mark."""
+    newest = sighting.newest
+    return {
+        "due_in_s": rounded(newest.due_in_s) if newest else None,
+        "superseded": newest.superseded if newest else None,
     }
 
 
@@ -164,7 +175,14 @@ def worst_first(sighting: Sighting) -> tuple[bool, int, float]:
 
 def mark_cells(sighting: Sighting) -> list[str]:
     """A mark as the cells of a table, one for each of `MARK_COLUMNS`."""
-    return [sighting.scope, f"in {span(sighting.mark_ends_s)}", str(sighting.mark), sighting.key]
+    newest, lapses = sighting.newest, f"in {span(sighting.queued_for_s)}"
+    due, replaced = (_due(newest), str(newest.superseded)) if newest else ("-", "-")
+    return [sighting.scope, due, replaced, lapses, str(sighting.queued), sighting.key]
+
+
+def _due(newest: Newest) -> str:
+    """When a call that waits for newer ones may start."""
+    return f"in {span(newest.due_in_s)}" if newest.due_in_s else "now"
 
 
 def done_cells(sighting: Sighting) -> list[str]:
@@ -206,8 +224,9 @@ def all_of(sighting: Sighting, taken_over: TakeOver | None) -> dict[str, Any]:
         "token": holder and holder.token,
         "last_holder": last and last.as_dict(),
         "last_take_over": taken_over and asdict(taken_over),
-        "mark": sighting.mark,
-        "mark_lapses_in_s": rounded(sighting.mark_ends_s),
+        "mark": sighting.queued,
+        "mark_lapses_in_s": rounded(sighting.queued_for_s),
+        **_newest(sighting),
         **_done(sighting),
         "line": [{**asdict(waiter), "age_s": rounded(waiter.age_s)} for waiter in sighting.waiters],
         "holders": details and [{**one, "token": holder.token} for one, holder in zip(details, holders)],
@@ -239,8 +258,10 @@ def page(details: Mapping[str, Any], sighting: Sighting, about: str = "") -> Ite
         ago = span(sighting.server_time - take_over["at"])
         yield f"taken     over {ago} ago by {take_over['by']}"
         yield f"          from {take_over['holder'].get('description')}"
-    queued = f"queued as {sighting.mark}, lapses in {span(sighting.mark_ends_s)}" if sighting.mark else "-"
-    yield f"mark      {queued}"
+    queued, newest = sighting.queued, sighting.newest
+    yield f"mark      {f'queued as {queued}, lapses in {span(sighting.queued_for_s)}' if queued else '-'}"
+    if newest:
+        yield f"newest    due {_due(newest)}; it has superseded {many(newest.superseded, 'older call')}"
     if details["done"]:
         yield f"done      as {details['done']}; duplicates for {span(details['done_counts_for_s'])} more"
     yield f"waiting   {sighting.waiting or '-'}"
@@ -274,8 +295,9 @@ def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, 
         "reason": because[0],
         "details": list(because[1:]),
         **row(sighting),
-        "mark": sighting.mark,
-        "mark_lapses_in_s": rounded(sighting.mark_ends_s),
+        "mark": sighting.queued,
+        "mark_lapses_in_s": rounded(sighting.queued_for_s),
+        **_newest(sighting),
         **_done(sighting),
     }
 
@@ -284,7 +306,24 @@ def verdict(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
     """Whether a call would run now that is told this, and why, the main reason first."""
     own = sighting.within
     runs, reasons = (False, _as_duplicate(options, own)) if sighting.duplicate else _as_call(options, own)
-    return runs, [*reasons, *_deploy(sighting, options)]
+    if options.debounce is not None:
+        runs, reasons = False, [_debounced(options, sighting), *reasons]
+    return runs, [*reasons, *_replaced(options, sighting), *_deploy(sighting, options)]
+
+
+def _debounced(options: Options, sighting: Sighting) -> str:
+    """For how long a call would wait for newer ones."""
+    quiet_s = options.debounce or 0.0
+    return f"it would wait for newer calls, for {span(quiet_s)} (debounce)."
+
+
+def _replaced(options: Options, sighting: Sighting) -> list[str]:
+    """Which call a new one would replace."""
+    newest = sighting.newest
+    if newest is None or not options.replaces:
+        return []
+    more = f", which has replaced {many(newest.superseded, 'older call')}" if newest.superseded else ""
+    return [f"It would replace {newest.task_id}{more}; that one is due {_due(newest)}."]
 
 
 def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:

@@ -14,6 +14,7 @@ from celery import Celery, Task
 from celery_setnx.address import scheme_of
 from celery_setnx.call.back import result_tells, results_kept_s, visibility_timeout_s
 from celery_setnx.call.guard import Guard, guard_of
+from celery_setnx.call.marking import refuse_long_debounce
 from celery_setnx.call.queues import is_fanout, is_reached, own_queue
 from celery_setnx.connection import backend_url, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
@@ -156,6 +157,10 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
         guard.check_backend(guard.options)
     except OptionError as error:
         yield fail("join", sentence(error), "Workers of this app do not start.")
+    try:
+        refuse_long_debounce(app, task.name, guard.options)
+    except OptionError as error:
+        yield fail("debounce", sentence(error), "Workers of this app do not start.")
     if next(iter(guard.signature.parameters), None) == "self":
         yield warn(
             "bind",

@@ -390,8 +390,8 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
             continue
         waiting += seen.waiting
         paced += seen.waiting if seen.is_paced else 0
-        if seen.mark is not None:
-            marks, lapses_s = marks + 1, max(lapses_s, seen.mark_ends_s or 0.0)
+        if seen.queued is not None:
+            marks, lapses_s = marks + 1, max(lapses_s, seen.queued_for_s or 0.0)
         held += len(seen.living)
         for one in seen.of_each():
             holder = one.holder

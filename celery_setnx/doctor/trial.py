@@ -10,6 +10,7 @@ from typing import Any
 import redis
 from celery import bootsteps
 
+from celery_setnx.call.marking import refuse_long_debounce
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.doctor.app import findings_at_start
@@ -30,6 +31,7 @@ from celery_setnx.lock.names import (
     due_names,
     line_names,
     mark_name,
+    newest_name,
     permit_names,
     permits_name,
     receipt_name,
@@ -38,6 +40,7 @@ from celery_setnx.lock.names import (
     successor_name,
     ticket_name,
 )
+from celery_setnx.lock.newest import Debounce, Reservation, Wanted, replace_all, reserve_all
 from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, reply_of_each, reply_to
@@ -72,6 +75,7 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             guard = getattr(task, "_guard", None)
             if guard is not None:
                 guard.check_backend(guard.options)
+                refuse_long_debounce(app, task.name, guard.options)
         for found in findings_at_start(app):
             logger.warning("%s", " ".join(filter(None, (found.what, found.why, found.do))))
         client = client_for(app)
@@ -174,6 +178,12 @@ def _try_marks(client: redis.Redis, key: str) -> None:
     for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):
         if isinstance(error, (LockUnavailable, LockRefused)):
             raise error
+    (reserved,) = reserve_all(client, [Wanted(key, "check", "")], debounce=Debounce(), remember=5.0)
+    if isinstance(reserved, Reservation):
+        newest = Mark(key, "check", reserved.generation)
+        for settled in (*replace_all(client, [reserved], 5.0), free_all(client, [newest])):
+            if settled is not None:
+                raise settled
     write_receipt(client, _receipt_of(key), keep_s=5.0)
     has_receipt(client, _receipt_of(key))
 
@@ -184,8 +194,9 @@ def _receipt_of(key: str) -> str:
 
 def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
     """Delete what a trial has left, or let it lapse at once where that is forbidden."""
-    beside = (record_name(key), mark_name(key), ticket_name(key, "check"), successor_name(key, "check"))
+    beside = (record_name(key), mark_name(key), newest_name(key), ticket_name(key, "check"))
     permits = (*permit_names(key, 1), permits_name(key), starts_name(key), _receipt_of(key))
+    beside += (successor_name(key, "check"),)
     due = due_names(lines, "check", in_cluster=is_cluster(client))
     with suppress(*REDIS_ERRORS):
         for name in (key, *beside, *line_names(key), *permits, *due):

@@ -25,6 +25,7 @@ from celery_setnx.lock.names import (
     due_names,
     line_names,
     lock_and_task_id,
+    newest_name,
     permits_name,
     record_name,
     starts_name,
@@ -80,6 +81,7 @@ class LineEntry:
         shared: Whether others may have that task id, and be told from it. Defaults to False.
         terms: On which terms calls have the lock. Defaults to None: they are not known here.
         lease: Seconds of a lease of the lock. Defaults to 10.
+        generation: That of the call, if an older one is to make way for it. Defaults to 0: none is.
     """
 
     key: str
@@ -90,6 +92,7 @@ class LineEntry:
     shared: bool = False
     terms: Terms | None = None
     lease: float = HAND_OVER_S
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,16 +102,20 @@ class ParkReply:
     Attributes:
         state: `parked` (it waited already), `new` (it waits from now on, though this message may have started
             it), `handed` (the lock is kept for it, and it has been woken), `stale` (another message of it
-            has started) or `taken` (another call with its task id waits).
+            has started), `taken` (another call with its task id waits) or `superseded` (a newer call runs
+            instead).
         place: Its place in the line; the first is 1. 0 if it is not in the line.
         holder: Who has the lock; None if it is free, or its deadline has passed.
         server_time: The server's clock (Unix seconds).
+        older: Id of an older call that is superseded, and waits behind it: wake it, and it ends. None if
+            there is none.
     """
 
     state: str
     place: int
     holder: Holder | None
     server_time: float
+    older: str | None = None
 
 
 def park(client: redis.Redis, place: LineEntry, *, copy: str = "", since: float, call: str) -> ParkReply:
@@ -118,11 +125,11 @@ def park(client: redis.Redis, place: LineEntry, *, copy: str = "", since: float,
     server's) is its place, and `call` what it is woken with.
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
-    argv = (*waiter, _remember_ms(place), place.terms or 0, *_said(place))
-    limit = (place.terms or PLAIN).limit
-    word, now_us, value, record, rank = PARK.of(client, place.key, _keys(place), limit, *argv)
+    argv = (*waiter, _remember_ms(place), place.terms or 0, int(place.shared), place.generation)
+    keys, limit = (*_keys(place), newest_name(place.key)), (place.terms or PLAIN).limit
+    word, now_us, value, record, rank, older = PARK.of(client, place.key, keys, limit, *argv)
     now, holder = int(now_us) / 1e6, holder_of(value, record)
-    return ParkReply(word, int(rank), None if holder and holder.has_ended(now) else holder, now)
+    return ParkReply(word, int(rank), None if holder and holder.has_ended(now) else holder, now, older)
 
 
 class LeaveReply(NamedTuple):
@@ -411,11 +418,6 @@ def _keys(place: LineEntry) -> tuple[str, ...]:
     """The keys that a verb of the line is about, but for those of other permits."""
     ticket = ticket_name(place.key, place.task_id, place.call_id)
     return (place.key, record_name(place.key), *line_names(place.key), ticket, permits_name(place.key))
-
-
-def _said(place: LineEntry) -> tuple[int, ...]:
-    """What a verb is told, besides, of a call whose task id others may have."""
-    return (1,) if place.shared else ()
 
 
 def _remember_ms(place: LineEntry) -> int:

@@ -160,7 +160,7 @@ class SetnxLock(NamedLock):
             before = self.clock()
             try:
                 reply = verbs.acquire(self, token=token, dead=dead, caller=caller)
-                if reply.word in ("held", "stale", "line", "paced"):
+                if reply.word in ("held", "stale", "line", "paced", "superseded"):
                     outcome = conflict(reply, token, self.terms)
                 else:
                     outcome = self._acquired(reply, token, before)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.names import names_to_look_at, other_permits, scope_and_digest
+from celery_setnx.lock.newest import Newest, newest_of
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, holder_of, parse_terms, task_of
 from celery_setnx.lock.scripts import Script, texts_of
@@ -15,7 +16,7 @@ WAITERS = 100
 """Of how many of those who wait a look tells at most."""
 
 LOOK = Script("look", raw=True)
-_HEAD, _EACH = 16, 4  # words of its reply: before what it tells of each permit, and of each
+_HEAD, _EACH = 18, 4  # words of its reply: before what it tells of each permit, and of each
 
 
 class Sighting(NamedTuple):
@@ -42,6 +43,7 @@ class Sighting(NamedTuple):
         mark_ends_s: Seconds until the mark lapses; None if there is none.
         done: Token of the run that has succeeded and counts for its `dedupe_for`; None if none does.
         done_counts_for_s: Seconds for which it counts still; None if there is none.
+        newest: What is known of the newest call, which replaces the others; None if nothing is.
         permits: How many permits it has, or had before its limit was lowered.
         holders: Who has its permits, or had them until their deadlines, by number.
         left: Who had the other permits: known for a minute after a release, and if somebody has deleted the
@@ -65,6 +67,7 @@ class Sighting(NamedTuple):
     mark_ends_s: float | None = None
     done: str | None = None
     done_counts_for_s: float | None = None
+    newest: Newest | None = None
     permits: int = 1
     holders: tuple[Holder, ...] = ()
     left: tuple[Holder, ...] = ()
@@ -200,6 +203,16 @@ class Sighting(NamedTuple):
         return self.word == "paced"
 
     @property
+    def queued(self) -> str | None:
+        """Id of the task that is queued with this key, or is the newest that is; None if none is."""
+        return self.newest.task_id if self.newest else self.mark
+
+    @property
+    def queued_for_s(self) -> float | None:
+        """Seconds until that is known no longer; None if none is queued."""
+        return self.newest.lapses_in_s if self.newest else self.mark_ends_s
+
+    @property
     def done_by(self) -> str | None:
         """Id of the task that has succeeded and counts; None if none has."""
         return self.done and (task_of(self.done) or self.done)
@@ -271,7 +284,7 @@ def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnava
     if not isinstance(reply, list):
         return reply  # type: ignore[no-any-return]
     now_us, word, permit, next_us, duplicate, original, noted, started, *rest = texts_of(reply[:_HEAD])
-    last_us, waiting, mark, mark_ms, done, done_ms, count, told = rest
+    last_us, waiting, mark, mark_ms, done, done_ms, newest, newest_ms, count, told = rest
     end, now, terms = _HEAD + told * _EACH, now_us / US, parse_terms(noted)
     holders = _holders(reply[_HEAD:end])
     return Sighting(
@@ -291,6 +304,7 @@ def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnava
         mark_ends_s=max(0, mark_ms) / 1000 if mark is not None else None,
         done=done,
         done_counts_for_s=max(0, done_ms) / 1000 if done is not None else None,
+        newest=newest_of(newest, now, max(0, newest_ms) / 1000),
         permits=count,
         holders=tuple(holder for holder in holders if holder.raw[0] is not None),
         left=tuple(holder for holder in holders if holder.raw[0] is None),

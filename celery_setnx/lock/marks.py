@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import redis
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
-from celery_setnx.lock.names import done_name, mark_name, other_permits, record_name
+from celery_setnx.lock.names import done_name, mark_name, newest_name, other_permits, record_name
+from celery_setnx.lock.newest import Ending, drop_all
 from celery_setnx.lock.record import Holder, holder_of, task_of
 from celery_setnx.lock.scripts import Script, value_of
-from celery_setnx.lock.verbs import IfSame, if_same, if_this_is_same, tell_if_same
+from celery_setnx.lock.verbs import Error, IfSame, if_same, tell_if_same
 from celery_setnx.lock.wire import Failed
 
 GRACE_S = 10.0
@@ -55,15 +56,20 @@ class MarkReply:
 
 @dataclass(frozen=True)
 class Mark:
-    """The mark beside one lock, for one task that is to be queued; `key` is the lock's."""
+    """The mark beside one lock, for one task that is to be queued; `key` is the lock's.
+
+    Of a call with a `generation` it is what is known of the newest call (see `newest`): that lasts, and the
+    call, if its mark is freed, counts as started.
+    """
 
     key: str
     task_id: str
+    generation: int = 0
 
     @property
     def name(self) -> str:
         """The mark's own Redis key."""
-        return mark_name(self.key)
+        return newest_name(self.key) if self.generation else mark_name(self.key)
 
 
 def mark_all(
@@ -116,8 +122,7 @@ def extend_all(
     client: redis.Redis, marks: Sequence[Mark], leases: Sequence[float]
 ) -> LockUnavailable | LockRefused | None:
     """Let many marks last for their leases in seconds, where they are their tasks' still; the first error."""
-    cases = [IfSame((mark.name,), (mark.task_id,), lease) for mark, lease in zip(marks, leases)]
-    return _first_error(if_same(client, cases))
+    return _first_error(_changed(client, marks, leases))
 
 
 def extend(client: redis.Redis, mark: Mark, lease: float, *, failed: Failed) -> bool:
@@ -127,12 +132,31 @@ def extend(client: redis.Redis, mark: Mark, lease: float, *, failed: Failed) -> 
 
 def free_all(client: redis.Redis, marks: Sequence[Mark]) -> LockUnavailable | LockRefused | None:
     """Free many marks, where they are their tasks' still; the first error: the others lapse by themselves."""
-    return _first_error(if_same(client, [IfSame((mark.name,), (mark.task_id,)) for mark in marks]))
+    return _first_error(free_each(client, marks))
 
 
 def free_if_marked(client: redis.Redis, mark: Mark) -> bool:
     """Free a mark; False if it is not its task's any more."""
-    return if_this_is_same(client, IfSame((mark.name,), (mark.task_id,)))
+    (is_freed,) = free_each(client, [mark])
+    if not isinstance(is_freed, bool):
+        raise is_freed
+    return is_freed
+
+
+def free_each(client: redis.Redis, marks: Sequence[Mark]) -> list[bool | Error]:
+    """Free many marks: for each, those without a generation first, whether it was its task's still."""
+    return _changed(client, marks, [None] * len(marks))
+
+
+def _changed(
+    client: redis.Redis, marks: Sequence[Mark], leases: Sequence[float | None]
+) -> list[bool | Error]:
+    """Whether marks were their tasks' still: then they are freed, or last for their leases."""
+    plain = [(mark, lease) for mark, lease in zip(marks, leases) if not mark.generation]
+    newest = [(mark, lease) for mark, lease in zip(marks, leases) if mark.generation]
+    cases = [IfSame((mark.name,), (mark.task_id,), lease) for mark, lease in plain]
+    ends = [Ending(mark.key, mark.task_id, mark.generation, lease) for mark, lease in newest]
+    return [*if_same(client, cases), *drop_all(client, ends)]
 
 
 def _marked(reply: list[Any]) -> MarkReply:

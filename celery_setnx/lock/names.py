@@ -70,6 +70,11 @@ def mark_name(lock_name: str) -> str:
     return f"{tagged(lock_name)}:queued"
 
 
+def newest_name(lock_name: str) -> str:
+    """The name of what is known of the newest call of a key, which replaces the others, in the same slot."""
+    return f"{tagged(lock_name)}:newest"
+
+
 def done_name(lock_name: str) -> str:
     """The name of the note which call with this key has succeeded last, in the same slot."""
     return f"{tagged(lock_name)}:done"
@@ -83,7 +88,7 @@ def line_names(lock_name: str) -> tuple[str, str]:
 def names_to_look_at(lock_name: str) -> tuple[str, ...]:
     """The names of a lock and of what stands beside it, as lua/look.lua takes them."""
     tag = tagged(lock_name)
-    beside = ("holder", "line", "permits", "queued", "done", "starts")
+    beside = ("holder", "line", "permits", "queued", "done", "starts", "newest")
     return (lock_name, *[f"{tag}:{what}" for what in beside])
 
 

@@ -26,6 +26,7 @@ class Outcome(NamedTuple):
         ends_first: The holder with the first deadline; `holder`, if there is one permit only.
         paced: True if a permit is free, or held for this task's retry, and no call may start before
             `remaining_s` is over.
+        superseded_by: Id of the newer call that runs instead; None if there is none.
         is_due: True if calls wait in line for a permit that is free: serve the line now.
     """
 
@@ -41,11 +42,14 @@ class Outcome(NamedTuple):
     ends_first: Holder | None = None
     paced: bool = False
     is_due: bool = False
+    superseded_by: str | None = None
 
 
 def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
     """That another holds the lock, or its pace allows no start, or another message has started the call."""
     server_time, ends_first, longest = reply.now_us / US, reply.holder, reply.longest
+    if reply.word == "superseded":
+        return Outcome(False, server_time=server_time, superseded_by=reply.mark)
     if reply.word == "stale":
         return Outcome(False, server_time=server_time, mark=reply.mark, stale=True)
     if reply.word == "paced" and ends_first is None:

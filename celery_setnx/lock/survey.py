@@ -28,7 +28,7 @@ BEAT = "celery.beat:"
 """What the scope of a beat's lead begins with: a lock that is held for as long as the beat lives."""
 
 _GLOB = re.compile(r"([\\*?\[\]^-])")
-_BESIDE = re.compile(r"(.*{.+})(|:queued|:line|:starts|#([1-9]\d?))", re.DOTALL)
+_BESIDE = re.compile(r"(.*{.+})(|:queued|:newest|:line|:starts|#([1-9]\d?))", re.DOTALL)
 
 
 def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting]:
@@ -41,10 +41,10 @@ def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting
     counts: dict[str, int] = {}
     for name in client.scan_iter(match=f"{escaped(prefix)}:{{*", count=BATCH):
         found = _BESIDE.fullmatch(_text(name))
-        if found and (marks or found[2] != ":queued"):
+        if found and (marks or found[2] not in (":queued", ":newest")):
             counts[found[1]] = max(counts.get(found[1], 1), 1 + int(found[3] or 0))
     for seen in _each(client, sorted(counts.items())):
-        if seen.holders or seen.mark is not None or seen.waiting or seen.last_start is not None:
+        if seen.holders or seen.queued is not None or seen.waiting or seen.last_start is not None:
             yield seen
 
 

@@ -20,6 +20,7 @@ from celery_setnx.lock.names import (
     done_name,
     line_names,
     mark_name,
+    newest_name,
     permit_names,
     permits_name,
     starts_name,
@@ -96,6 +97,25 @@ class Permit(NamedTuple):
     token: str
 
 
+class Generation(NamedTuple):
+    """The place of a call among those of its key that replace each other.
+
+    Attributes:
+        number: It is larger than that of each call before. Defaults to 0: it replaces none.
+        bound_s: Seconds after which it may start though newer calls were sent, if none has started meanwhile.
+        leads: Whether only a newer call that has started supersedes it. Defaults to False.
+        remember_s: Seconds for which its start is known.
+    """
+
+    number: int = 0
+    bound_s: float = 0.0
+    leads: bool = False
+    remember_s: float = 0.0
+
+
+NO_GENERATION = Generation()
+
+
 class Caller(NamedTuple):
     """The call that a lock is acquired for, if it may have waited, or may wait.
 
@@ -112,6 +132,7 @@ class Caller(NamedTuple):
             because it may be the retry's, and its own resting lock stands in its way. Defaults to False.
         shared: Whether other calls may have its task id, and be told from it: a place in line under that id
             may be theirs. Defaults to False.
+        newest: Its place among those that replace each other. Defaults to none.
     """
 
     call_id: str = ""
@@ -122,6 +143,7 @@ class Caller(NamedTuple):
     since: float = 0.0
     second: bool = False
     shared: bool = False
+    newest: Generation = NO_GENERATION
 
 
 ANYBODY = Caller()
@@ -165,13 +187,17 @@ def acquire(lock: NamedLock, *, token: str, dead: str = "", caller: Caller = ANY
     if lock.line:
         task_id = task_of(token)
         ticket = ticket_name(name, token if task_id is None else task_id, caller.call_id)
-        keys += (*lock.line, lock.mark or mark_name(name), ticket, permits_name(name))
+        mark = newest_name(name) if caller.newest.number else lock.mark or mark_name(name)
+        keys += (*lock.line, mark, ticket, permits_name(name))
     info = told if isinstance(told, str) else _JSON.encode(told) if told else "{}"
     is_plain = terms == PLAIN
     argv: tuple[Any, ...] = (token, lock.lease_us, lock.retention_ms, info, dead)
     if caller[1:] != ANYBODY[1:] or not is_plain:  # else the script's defaults hold
         argv += (caller.copy, int(caller.remember_s * 1000), round(caller.linger_s * US))
         argv += (round(caller.since * US), caller.attempt, terms, int(caller.second), int(caller.shared))
+    if newest := caller.newest.number:
+        _, bound_s, leads, remember_s = caller.newest
+        argv += (newest, round(bound_s * US), int(leads), int(remember_s * 1000))
     reply: list[Any] = ACQUIRE(lock.client, keys, *argv) if is_plain else ["more", lock.limit]
     if reply[0] == "more":
         keys += (starts_name(name),)

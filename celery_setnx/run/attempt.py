@@ -19,7 +19,14 @@ from celery.utils.dispatch import Signal
 
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.arrived import let_go
-from celery_setnx.call.back import Dropped, come_back, counts_once, tells_redelivery
+from celery_setnx.call.back import (
+    Dropped,
+    come_back,
+    counts_once,
+    remember_s,
+    tells_redelivery,
+    wait_in_broker,
+)
 from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.ended import free_ended, stored_end
 from celery_setnx.call.guard import Guard
@@ -35,10 +42,18 @@ from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.receipt import has_receipt
 from celery_setnx.lock.record import Holder, task_token
-from celery_setnx.lock.verbs import Caller
+from celery_setnx.lock.verbs import NO_GENERATION, Caller, Generation
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import UNSET
-from celery_setnx.run.conflict import Conflict, WaitInLine, backoff, is_own, policy_of, skip_done
+from celery_setnx.run.conflict import (
+    Conflict,
+    WaitInLine,
+    backoff,
+    is_own,
+    policy_of,
+    skip_done,
+    skip_superseded,
+)
 from celery_setnx.run.decide import Ask, Facts, Policy, decide
 from celery_setnx.run.events import follow
 from celery_setnx.run.join import holders_end, joined_by, result_of
@@ -96,8 +111,8 @@ class Attempt:
             given = Arguments.given_to(task, args, kwargs) if request.is_eager else Arguments(args, kwargs)
             self.lock = guard.lock(self.call, given, info_of(self.call, request.hostname))
         except SetnxError:
-            if self.call.marked:  # its publisher did not know that it is refused here
-                free_all(client_for(guard.app), [Mark(self.call.key, self.call.task_id)])
+            if mark := self.call.mark:  # its publisher did not know that it is refused here
+                free_all(client_for(guard.app), [mark])
             raise
         if not self.call.key:
             self.call = self.call._replace(key=self.lock.name)
@@ -201,7 +216,8 @@ class Attempt:
         facts.has_begun = bool(call.again or request.retries)
         facts.may_be_new = not call.has_header and not call.again
         facts.joins = options.on_conflict == "join" and call.join is not None
-        if options.dedupe == "until_started":
+        facts.is_early = call.due > time.time()
+        if options.dedupe == "until_started" and not options.replaces:
             facts.asks_queued = is_unasked and not is_eager
         if options.dedupe_for:
             facts.asks_done = is_done_asked and not (is_linked or is_eager)
@@ -238,6 +254,8 @@ class Attempt:
             return
         self.outcome, self.held = outcome, outcome.lock
         facts.answer = "stale" if outcome.stale else "held" if self.held is None else "acquired"
+        if outcome.superseded_by is not None:
+            facts.answer = "superseded"
         facts.may_have_ended = facts.again or self._may_have_twin()
         facts.is_over = self._is_over(0.0 if self.held is None else _LATE_S)
         if facts.answer == "acquired":
@@ -389,6 +407,17 @@ class Attempt:
     def _skip_done(self) -> Any:
         return skip_done(self.task, self.call, self.options, cast("str", self._done))
 
+    def _skip_superseded(self) -> Any:
+        """Give back what is kept for it; its place in line, and what was handed to it, go with that."""
+        task, key = self.task, self.lock.name
+        may_hold = self.options.hold_on_retry and self.request.retries
+        if may_hold and self.patiently(partial(self.lock.free_held, self.call.task_id), False):
+            look_within(task.app, task.name, key, 0.0)
+        return skip_superseded(task, self.call, self.options, cast("str", self.outcome.superseded_by))
+
+    def _delay(self) -> NoReturn:
+        wait_in_broker(self.task, self.call)
+
     def _call(self) -> Any:
         try:
             return self._policy(self.conflict)
@@ -447,11 +476,12 @@ class Attempt:
     def _ask_for_lock(self, linger_s: float, since: float | None = None) -> Outcome | None:
         call, again = self.call, self.facts.again
         # 0 seconds mark the first command of a first delivery: it may arrive late, when its call waits.
-        remember_s = BEGUN_S if self.is_woken or (again and self.options.may_wait) else 0.0
+        begun_s = BEGUN_S if self.is_woken or (again and self.options.may_wait) else 0.0
         if since is None:
             since = call.since if call.is_woken else 0.0
         several = call.is_one_of_several
-        caller = Caller(call.call_id, call.attempt, call.copy, remember_s, linger_s, since, again, several)
+        told = (call.call_id, call.attempt, call.copy, begun_s, linger_s, since, again, several)
+        caller = Caller(*told, self._generation())
         same_host = self.guard.settings.same_host
         ask = partial(self.lock.acquire_at_death, same_host=same_host, token=self.token, caller=caller)
         outcome: Outcome | None = self.patiently(ask, None)
@@ -461,6 +491,13 @@ class Attempt:
             # An eager replace() runs inside the body that it replaces, under its lock.
             return None if outcome.holder.task_id == call.task_id else outcome
         return outcome
+
+    def _generation(self) -> Generation:
+        call, options = self.call, self.options
+        if not call.generation:
+            return NO_GENERATION
+        bound_s = options.debounce_max + (options.debounce or 0.0)
+        return Generation(call.generation, bound_s, call.leads, remember_s(self.task.app, options))
 
     def _come_back_later(self, reason: str) -> NoReturn:
         come_back(self.task, self.call, backoff(self.options, self.call.waits), reason)
@@ -507,9 +544,14 @@ class Attempt:
         )
         self.send(uniqueness_lapsed, marked_by=marked_by)
 
+    @property
+    def mark(self) -> Mark:
+        """The mark of its call, whether it has one or not."""
+        return Mark(self.lock.name, self.call.task_id, self.call.generation)
+
     def _free_mark(self) -> None:
         """End the mark: for other deliveries acquiring does so."""
-        error = free_all(self.lock.client, [Mark(self.lock.name, self.call.task_id)])
+        error = free_all(self.lock.client, [self.mark])
         if error is not None:
             raise error
 

@@ -63,7 +63,7 @@ class EndedCall(NamedTuple):
     @property
     def has_mark(self) -> bool:
         """Whether its mark ends with it."""
-        return bool(self.call.marked and self.call.key) and not self.is_sent_again
+        return self.call.mark is not None and not self.is_sent_again
 
 
 class Cleanup:
@@ -229,8 +229,8 @@ def _forget(batch: list[EndedCall]) -> None:
             look_again_in(ended.app, seconds)
             if word == "stale":
                 continue  # another message has started it, and what there is may be that one's
-        if ended.has_mark:
-            marks.setdefault(ended.app, []).append(Mark(ended.call.key, ended.call.task_id))
+        if ended.has_mark and (mark := ended.call.mark):
+            marks.setdefault(ended.app, []).append(mark)
         if ended.failure is not None:
             failures.setdefault(ended.app, []).append(ended.failure)
     _free(marks, free_all)

@@ -17,7 +17,7 @@ from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s
-from celery_setnx.signals import call_deduplicated, lock_conflict
+from celery_setnx.signals import call_deduplicated, call_superseded, lock_conflict
 from celery_setnx.wording import held
 
 logger = Log("celery_setnx")
@@ -30,6 +30,14 @@ _OF_HOLDER = ("task", "task_id", "worker", "state", "fence", "since", "deadline"
 def is_skipped(result: Any) -> bool:
     """True if a task's result is the default `skip_result`: the call was skipped, and did not run."""
     return isinstance(result, Mapping) and result.get("celery_setnx") == _SKIPPED
+
+
+def superseded_by(result: Any) -> str | None:
+    """Id of the newer call that ran in place of a skipped one (`on_duplicate="replace"`), by the default
+    `skip_result`; None of any other result.
+    """
+    by = result.get("superseded_by") if is_skipped(result) else None
+    return by if isinstance(by, str) else None
 
 
 class WaitInLine(Exception):
@@ -109,7 +117,7 @@ class Conflict:
         if self.queued_as:
             because += f", and the same call is queued already, as {self.queued_as}"
         logger.info("Skipped %s: %s.", self.call, because, extra=fields("skipped", self.call))
-        return _skip_result(self.task, self.call, self.options, _briefly(self.holder))
+        return _skip_result(self.task, self.call, self.options, holder=_briefly(self.holder))
 
     def retry(self, countdown: float | None = None) -> NoReturn:
         """Send the call back to the broker. This uses up none of the task's own retries.
@@ -226,7 +234,17 @@ def skip_done(task: Task, call: Call, options: Options, done: str) -> Any:
     text = "Skipped %s: the same call has succeeded already, as task %s (key %s)."
     logger.info(text, call, done, call.key, extra=fields("skipped", call))
     call_deduplicated.send(sender=task, task_id=done, key=call.key, about=call.about, state="done")
-    return _skip_result(task, call, options, {"task_id": done, "state": "done"})
+    return _skip_result(task, call, options, holder={"task_id": done, "state": "done"})
+
+
+def skip_superseded(task: Task, call: Call, options: Options, by: str) -> Any:
+    """Skip a call, because a newer one of its key runs instead."""
+    text = "Skipped %s: a newer call has replaced it, task %s (key %s)."
+    logger.info(text, call, by, call.key, extra=fields("superseded", call))
+    call_superseded.send(
+        sender=task, task_id=task.request.id, key=call.key, about=call.about, superseded_by=by
+    )
+    return _skip_result(task, call, options, superseded_by=by)
 
 
 def _briefly(holder: Holder) -> dict[str, Any]:
@@ -237,13 +255,13 @@ def _briefly(holder: Holder) -> dict[str, Any]:
     return {name: value for name, value in told.items() if value}
 
 
-def _skip_result(task: Task, call: Call, options: Options, holder: Mapping[str, Any]) -> Any:
-    """The result of a skipped call: the task's own `skip_result`, or one that names the holder."""
+def _skip_result(task: Task, call: Call, options: Options, **because: Any) -> Any:
+    """The result of a skipped call: the task's own `skip_result`, or one that says because of whom."""
     say_alone(task.request)
     if options.skip_result is not UNSET:
         return options.skip_result
     told = {"task": call.task, "about": call.about, "key": call.key}
-    return {"celery_setnx": _SKIPPED, **told, "holder": holder}
+    return {"celery_setnx": _SKIPPED, **told, **because}
 
 
 def backoff(options: Options, waits: int) -> float:

@@ -42,7 +42,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import BEGUN_S, LineEntry, ParkReply, has_begun_s, park
-from celery_setnx.lock.marks import Mark, extend_all
+from celery_setnx.lock.marks import extend_all
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import LONGEST_S
 
@@ -332,7 +332,7 @@ def _look_after(app: Celery, parked: ParkedCall) -> tuple[ParkedCall, float, flo
         send_again(app, parked)
         parked = replace(parked, resent=True)
     countdown = parked.pace(found.server_time)
-    if parked.call.marked:
-        mark = Mark(parked.call.key, parked.call.task_id)
-        extend_all(client_for(app), [mark], [countdown + parked.queue_lease])
+    if (mark := parked.call.mark) is not None:
+        lasts_s = parked.remember if mark.generation else parked.queue_lease
+        extend_all(client_for(app), [mark], [countdown + lasts_s])
     return parked, countdown, found.server_time

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Literal, NamedTuple
 
 Policy = Literal["skip", "raise", "retry", "wait", "join", "callable"]
-Answer = Literal["acquired", "held", "stale", "unguarded"]
+Answer = Literal["acquired", "held", "stale", "superseded", "unguarded"]
 
 
 class Ask(Enum):
@@ -39,6 +39,7 @@ class End(Enum):
     END_AS_STORED = "end with the stored result, for its chord to count"
     SKIP = "skip"
     SKIP_DONE = "skip as done"
+    SKIP_SUPERSEDED = "skip as superseded"
     CALL = "do as the callable says"
     FAIL = "raise `AlreadyRunning`"
     TIME_OUT = "raise `LockTimeout`"
@@ -47,6 +48,7 @@ class End(Enum):
     COME_BACK_FOR_OWN = "come back after `retry_delay`, even past `max_wait`"
     LOOK_AGAIN = "release, and come back once, in a second"
     WAIT = "park: a message wakes the call"
+    DELAY = "wait in the broker"
     DROP = "drop the message"
 
 
@@ -58,6 +60,7 @@ class Facts:
     has_begun: bool = False  # a body of the call may have begun, in this attempt or an earlier one
     may_be_new: bool = False  # its message has no header, and the broker does not flag it
     is_eager: bool = False  # called by `apply`
+    is_early: bool = False  # it is to wait in the broker still
     joins: bool = False  # it ends with the result of another call that it has met
     asks_queued: bool = False  # no publisher has asked if it duplicates a queued call; nothing waits for it
     asks_done: bool = False  # it may duplicate a call that has succeeded
@@ -121,7 +124,11 @@ _ENDED = (
     Rule("the attempt has succeeded, in a chord", lambda f: f.ended == "stored", End.END_AS_STORED),
     Rule("the attempt has ended", lambda f: f.ended == "noted", End.DROP),
 )
-_BEFORE = (*_JOINED, _otherwise(Ask.ACQUIRE))
+_BEFORE = (
+    Rule("its time has not come", lambda f: f.is_early, End.DELAY),
+    *_JOINED,
+    _otherwise(Ask.ACQUIRE),
+)
 _UNGUARDED = (_otherwise(End.RUN_UNGUARDED),)
 _STALE = (
     Rule("it may be a new call with an old task id", lambda f: f.may_be_new, Ask.RENAME),
@@ -169,6 +176,12 @@ _HELD = (
     Rule("the lock came free meanwhile", lambda f: f.place == "turn", Ask.ACQUIRE),
     _otherwise(End.WAIT),
 )
+_SUPERSEDED = (
+    Rule("the attempt may have ended", lambda f: f.may_have_ended and f.ended is None, Ask.ASK_ENDED),
+    *_ENDED,
+    Rule("another delivery of it may be about to end", lambda f: f.looks_again, End.LOOK_AGAIN),
+    _otherwise(End.SKIP_SUPERSEDED),
+)
 _ACQUIRED = (
     Rule("the same call may have succeeded", lambda f: f.asks_done and f.is_done is None, Ask.ASK_DONE),
     Rule("an equal call has succeeded", lambda f: f.is_done, End.SKIP_DONE),
@@ -186,6 +199,7 @@ RULES: Mapping[Answer | None, tuple[Rule, ...]] = {
     "unguarded": _UNGUARDED,
     "stale": _STALE,
     "held": _HELD,
+    "superseded": _SUPERSEDED,
     "acquired": _ACQUIRED,
 }
 """The rules, by the answer to the attempt to acquire the lock."""

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from celery.exceptions import Reject, Retry
 
 from celery_setnx.arguments import Arguments
-from celery_setnx.call.back import ComesBack, Dropped, Waits, seconds_until
+from celery_setnx.call.back import ComesBack, Dropped, Waits, remember_s, seconds_until
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import leave_line
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.line import BEGUN_S
-from celery_setnx.lock.marks import Mark, extend_all, free_all
+from celery_setnx.lock.marks import extend_all, free_all
 from celery_setnx.lock.record import ENDED
 from celery_setnx.lock.verbs import Released
 from celery_setnx.log import Log, fields
@@ -48,7 +48,8 @@ def give_back(attempt: Attempt, error: BaseException | None) -> None:
             _end(attempt, attempt.held, fate)
         elif attempt.facts.answer != "stale":
             _end_wait(attempt, fate)
-        if not fate.dropped and (attempt.held is None or attempt.keeps_mark):
+        is_superseded = attempt.facts.answer == "superseded"  # then the mark is a newer call's
+        if not (fate.dropped or is_superseded) and (attempt.held is None or attempt.keeps_mark):
             _end_mark(attempt, fate.back_in)
 
 
@@ -182,6 +183,8 @@ def _end_wait(attempt: Attempt, fate: _Fate) -> None:
     """
     attempt.give_turns()  # a lock that was acquired too late has been released
     may_be_in_line = attempt.is_woken or attempt.lingers_since
+    if attempt.facts.answer == "superseded" and attempt.call.again:
+        may_be_in_line = True  # an earlier delivery may have parked
     if may_be_in_line and fate.back_in is None and not fate.parked:
         _leave(attempt, attempt.call, BEGUN_S if attempt.is_woken else LINGER_S)
 
@@ -191,19 +194,20 @@ def _end_mark(attempt: Attempt, back_in: float | None) -> None:
     lock = attempt.lock
     if lock.mark is None:
         return
-    mark = Mark(lock.name, attempt.call.task_id)
+    mark, options = attempt.mark, attempt.options
+    lasts_s = remember_s(attempt.task.app, options) if mark.generation else options.queue_lease
     if back_in is None:
         error = free_all(lock.client, [mark])
     else:
-        error = extend_all(lock.client, [mark], [back_in + attempt.options.queue_lease])
+        error = extend_all(lock.client, [mark], [back_in + lasts_s])
     if error is not None:
         text = "%s: its mark was left as it is, and lapses by itself. %s"
         logger.warning(text, attempt, error, extra=fields(of=attempt.call))
 
 
-def _leave(attempt: Attempt, call: Call, remember_s: float) -> None:
+def _leave(attempt: Attempt, call: Call, keep_s: float) -> None:
     try:
-        leave_line(attempt.task.app, call, remember_s)
+        leave_line(attempt.task.app, call, keep_s)
     except SetnxError as unheard:
         text = "%s has ended, and has not left the line: %s"
         logger.warning(text, attempt, unheard, extra=fields(of=attempt.call))

@@ -10,7 +10,7 @@ from celery import Task
 from celery.exceptions import Retry
 from celery.states import FAILURE, RETRY, REVOKED, SUCCESS
 
-from celery_setnx.call.back import Dropped, come_back
+from celery_setnx.call.back import Dropped, come_back, remember_s
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import leave_line
 from celery_setnx.connection import client_for
@@ -18,7 +18,6 @@ from celery_setnx.lock.line import successor_of
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields
 from celery_setnx.options import UNSET, Options
-from celery_setnx.run.park import remember_s
 
 logger = Log("celery_setnx")
 

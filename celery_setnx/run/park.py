@@ -22,13 +22,14 @@ from celery_setnx.call.back import (
     come_back,
     deliverable,
     not_taken_back,
+    remember_s,
     seconds_until,
-    visibility_timeout_s,
 )
 from celery_setnx.call.delay import waits_in_broker
 from celery_setnx.call.message import LATEST, Call
 from celery_setnx.call.wake import (
     due_in_s,
+    end_wait,
     is_of_its_line,
     look_within,
     remaining_s,
@@ -46,8 +47,6 @@ from celery_setnx.signals import lock_waiting
 
 logger = Log("celery_setnx")
 
-_VISIBILITY_S = 3600.0  # in place of the timeout of a broker that has none
-
 
 class Parked(Waits):
     """A call waits in line: its delivery has ended, and it is woken when its turn has come.
@@ -58,11 +57,6 @@ class Parked(Waits):
     """
 
     look_in_s: float | None = None
-
-
-def remember_s(app: Celery, options: Options) -> float:
-    """Seconds for which Redis remembers that a call waits."""
-    return options.queue_lease + (visibility_timeout_s(app) or _VISIBILITY_S)
 
 
 def may_stand_in_line(task: Task, call: Call) -> bool:
@@ -94,7 +88,8 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         _send_courier(conflict, parked, message, wait)
     try:
         client, since = client_for(app), parked.call.since
-        found = line.park(client, parked.place(app), copy=met.copy, since=since, call=parked.message)
+        place = replace(parked.place(app), generation=0 if met.leads else met.generation)
+        found = line.park(client, place, copy=met.copy, since=since, call=parked.message)
     except SetnxError as error:
         if _asks_courier(conflict, parked, wait, error, has_courier=has_courier):
             _send_courier(conflict, replace(parked, epoch=""), message, wait)
@@ -103,6 +98,10 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         return "stale", None
     if found.state == "taken":
         return "taken", None
+    if found.state == "superseded":
+        return "turn", None  # it asks once more, and hears of the newer one
+    if found.older is not None:
+        end_wait(app, met.key, found.older, client, "is superseded")
     look_in_s = _note_holder(conflict, found)
     if look_in_s is None:  # it was noted before: by this call, perhaps
         look_in_s = 0.0 if conflict.outcome.is_due else noted.look_in_s

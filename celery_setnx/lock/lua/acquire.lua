@@ -1,6 +1,7 @@
 -- Acquire a lock, or take it over once its deadline has passed or its holder is proved dead.
 --
--- KEYS  1 lock, 2 record; of a task 3 line, 4 calls, 5 mark, 6 ticket, 7 permits; of terms other than '1' 8 starts,
+-- KEYS  1 lock, 2 record; of a task 3 line, 4 calls, 5 mark, or newest (see newest.lua) of a call that has a
+--       generation, 6 ticket, 7 permits; of terms other than '1' 8 starts,
 --       9... the other permits' locks and records, up to the limit, or to the last in use if that is more
 -- ARGV  1 token (new for every attempt), 2 lease (us), 3 retention (ms that both keys outlive the deadline), 4 info,
 --       5 dead token ('' or that of a running holder whose process is proved dead)
@@ -13,12 +14,15 @@
 --       12 second: '1' = another delivery of this attempt may have begun, and ended: the mark may be its retry's, and
 --          the lock may rest after it, so both stay as they are
 --       13 shared: '1' = other calls may have this task id, and have its place if this one does not wait
+--       14 generation ('0' = none), 15 bound (us, see newest.lua), 16 leads: '1' = only a newer start supersedes it
+--       17 last (ms): for how long its start is known
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found. With several permits
 --       also {number of the permit, how many others may be had now, lock value, record, number}: the last three are of
 --       who has held one for longest. Of held permits the reply tells of the one that ends first.
 --       The text 'acquired <now us> <fence>[ <number>]' if nothing was found: a table costs as much as two commands.
 --       acquired | again (this token holds it) | resumed (held for this task's retry) | taken_over | held
 --       stale (another message has started this call, or is to) | paced (no call may start before the deadline)
+--       superseded (a newer call runs instead: the mark is its id)
 --       line (it is free for those who wait: the record says that it is handed to the first, and serve.lua does
 --       that) | more (see permits.lua)
 
@@ -26,15 +30,16 @@
 local token, lease, retention, info, dead = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local copy, remember, linger, since = ARGV[6] or '-', ARGV[7] or '0', tonumber(ARGV[8] or 0), ARGV[9]
 local attempt, terms, second, shared = tonumber(ARGV[10] or 0), ARGV[11] or '1', ARGV[12] == '1', ARGV[13] == '1'
+local generation = tonumber(ARGV[14] or 0)
 local LINE, CALLS, MARK, TICKET, PERMITS, STARTS = unpack(KEYS, 3, 8)
 local only
-if not STARTS and not (LINE and redis.call('EXISTS', LINE, MARK, TICKET, PERMITS) > 0) then
+if generation == 0 and not STARTS and not (LINE and redis.call('EXISTS', LINE, MARK, TICKET, PERMITS) > 0) then
   only = read()
   if not only.value and not only.heir and remember == '0' and not foreign_record(only) then -- as a rule
     return 'acquired ' .. now_text() .. ' ' .. grant(only, token, lease, retention, info)
   end
 end
--- use: permits line ticket pace start claim
+-- use: permits line ticket pace start claim newest
 local mark, known, waiters, ticket, line = false, false, 0, {misses = '0'}, LINE and line_of(LINE, CALLS)
 if not only then
   mark, ticket, known = unpack(redis.call('MGET', MARK, TICKET, PERMITS))
@@ -47,6 +52,18 @@ local call = caller(token, ticket.waits and copy ~= '-', first, others)
 local all, limit, pace = only and {only} or permits(9), limit_of(terms), STARTS and pace_of(STARTS, terms)
 local p, word, start, seen = claim(call, all, limit, pace, dead, second)
 if foreign_record(p) then return foreign_record(p) end
+local newest = generation > 0 and newest_of(mark)
+if newest then
+  local may_start = word ~= 'held' and word ~= 'paced' and word ~= 'line'
+  local has_started = word == 'again' or word == 'held' and p.kind == 'mine' and p.state == 'running'
+  mark = not has_started and newest.instead_of(generation, ARGV[16] == '1', may_start, tonumber(ARGV[15]))
+  if mark then return {'superseded', 0, 0, now, false, false, mark, int(waiters)} end
+  if not may_start and generation > newest.settled then -- its publisher has not said yet that it is sent
+    newest.settle(generation, call.task)
+    redis.call('ZREM', LINE, '') -- nothing: a full server allows this, and SET behind it
+    newest.store(MARK, tonumber(ARGV[17]))
+  end
+end
 if start then pace.keep() end -- a full server allows this, and SET behind it
 local ms = p.kind == 'held' and 0 or math.ceil(lease / 1000) + retention -- that of a held one lasts
 if STARTS then note_permits(PERMITS, known, math.max(seen.top, p.number + 1), terms, ms) end
@@ -72,6 +89,11 @@ if word == 'again' or word == 'line' then return answer(p.deadline) end
 local fence, failed = grant(p, token, lease, retention, info, word == 'resumed')
 failed = failed or pace and note_start(pace, p, fence)
 if failed then return failed end
+if newest then
+  newest.start(generation, call.task)
+  newest.first, newest.superseded = 0, 0
+  newest.store(MARK, tonumber(ARGV[17]))
+end
 if mark == call.task and not second then redis.call('DEL', MARK) end
 if line and p.heir and p.kind ~= 'for me' then
   line.put_back(p.heir, now < p.deadline and 'overtaken' or 'missed', lease)

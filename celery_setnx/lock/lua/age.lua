@@ -1,13 +1,13 @@
 -- Let a lock grow older at once, with all that stands beside it: time passes for a test that does not wait.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 mark, 6 permits, 7 done, 8 starts, 9... the other permits
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 mark, 6 permits, 7 done, 8 starts, 9 newest, 10... the other permits
 -- ARGV  1 by (us), 2... tokens of holders that renew meanwhile, whose deadlines stay
 -- Returns {word}
 --       aged | nothing (none of the keys is there) | more
 
--- use: lock store permits
+-- use: lock store permits newest
 local by, living, renews = tonumber(ARGV[1]), {}, false
-local LINE, CALLS, PERMITS, STARTS = KEYS[3], KEYS[4], KEYS[6], KEYS[8]
+local LINE, CALLS, PERMITS, STARTS, NEWEST = KEYS[3], KEYS[4], KEYS[6], KEYS[8], KEYS[9]
 local function before(time) return time > 0 and math.max(time - by, 1) or 0 end
 local function expire_sooner(key)
   local left = redis.call('PTTL', key)
@@ -21,10 +21,10 @@ local function age_scores(key)
 end
 
 local known = redis.call('GET', PERMITS)
-if more(known, 9) then return more(known, 9) end
+if more(known, 10) then return more(known, 10) end
 if redis.call('EXISTS', unpack(KEYS)) == 0 then return {'nothing'} end
 for place = 2, #ARGV do living[ARGV[place]] = true end
-for _, p in ipairs(permits(9)) do
+for _, p in ipairs(permits(10)) do
   local lives = p.token and living[p.token] and p.state == 'running'
   local was_its = p.value == seconds(p.deadline)
   if p.token then
@@ -52,7 +52,13 @@ for place = 1, #calls, 2 do
   if not head then head, moment, rest = string.match(calls[place + 1], '^(@)(%d+)(.*)$') end
   if head then redis.call('HSET', CALLS, calls[place], head .. int(before(tonumber(moment))) .. rest) end
 end
-for place = 3, 8 do -- what is known of the permits lasts as long as one that is renewed
+local text = redis.call('GET', NEWEST)
+if text then
+  local newest = newest_of(text)
+  for _, name in ipairs({'first', 'last', 'due'}) do newest[name] = before(newest[name]) end
+  newest.store(NEWEST, 1)
+end
+for place = 3, 9 do -- what is known of the permits lasts as long as one that is renewed
   if place ~= 6 or not renews then expire_sooner(KEYS[place]) end
 end
 return {'aged'}

@@ -1,30 +1,32 @@
 -- Let a task wait in line for a lock, or see that it still does.
 --
--- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket, 6 permits, 7... the other permits' locks and records
+-- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 ticket, 6 permits, 7 newest, 8... the other permits' locks and records
 -- ARGV  1 task id, 2 attempt (retries, and a million for each replace() before it)
 --       3 copy: the message of the call that came too early; '' = its courier asks
 --       4 since (us: its place in the line), 5 call (what it is woken with), 6 remember (ms)
 --       7 terms (as acquire.lua; '0' = not known), 8 shared (as acquire.lua)
--- Returns {word, now us, lock value, record, place}: of the permit that is kept for it, or of a free one, or of the one
---       that ends first
+--       9 generation ('0' = none): if an older call waits, they change places, and that one is to be woken: it ends
+-- Returns {word, now us, lock value, record, place, older}: of the permit that is kept for it, or of a free one, or of
+--       the one that ends first; and the older call's task id
 --       parked (it waited already) | new (it did not, or this message had started it) | more
 --       handed (the lock is kept for it, or was and is nobody's) | stale (another message has started this attempt)
---       taken (another call with this task id waits)
+--       taken (another call with this task id waits) | superseded (a newer call runs instead)
 
--- use: lock permits ticket
+-- use: lock permits ticket newest
 local task, attempt, copy, since, call = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local remember, shared = tonumber(ARGV[6]), ARGV[8] == '1'
-local LINE, CALLS, TICKET, PERMITS = unpack(KEYS, 3, 6)
+local LINE, CALLS, TICKET, PERMITS, NEWEST = unpack(KEYS, 3, 7)
+local generation, older = tonumber(ARGV[9] or 0), false
 local known = redis.call('GET', PERMITS)
-if more(known, 7) then return more(known, 7) end
+if more(known, 8) then return more(known, 8) end
 redis.call('ZREM', LINE, '') -- nothing: a full server allows this, and SET and HSET behind it
 local terms = (ARGV[7] or '0') ~= '0' and ARGV[7] or terms_in(known)
-local seen = by_kind(permits(7), limit_of(terms), function(p) return p.heir == task and 'for it' end)
+local seen = by_kind(permits(8), limit_of(terms), function(p) return p.heir == task and 'for it' end)
 local p = seen['for it'] or seen.free or seen.held
 note_permits(PERMITS, known, seen.top, terms, remember)
 local function answer(word)
   local rank = redis.call('ZRANK', LINE, task)
-  return {word, now_text(), p.value or false, record_of(p), int(rank and rank + 1 or 0)}
+  return {word, now_text(), p.value or false, record_of(p), int(rank and rank + 1 or 0), older}
 end
 
 local ticket = read_ticket(redis.call('GET', TICKET), attempt, copy)
@@ -35,6 +37,8 @@ if ticket.is_stale then
   return answer('stale')
 end
 if shared and not ticket.waits and is_known(CALLS, task) then return answer('taken') end
+local newest = generation > 0 and newest_of(redis.call('MGET', NEWEST)[1])
+if newest and math.max(newest.settled, newest.started) > generation then return answer('superseded') end
 local kept = redis.call('HGET', CALLS, task) or ''
 local misses = string.match(kept, '^%d+') or ticket.misses
 -- Of an earlier attempt no message may start this one; and who was to ask again by itself may die before it does.
@@ -51,6 +55,17 @@ write_ticket(TICKET, attempt, '', misses, 'PX', remember)
 if p.value and p.heir == task and (copy == '' and kept ~= '' or copy ~= '' and p.is_ours) then
   if is_new then keep() end
   return answer('handed')
+end
+if newest and newest.parked < generation then
+  local its = newest.parked_as
+  local place = its ~= task and is_known(CALLS, its) and tonumber(redis.call('ZSCORE', LINE, its) or nil)
+  older = place and its
+  if place and place < tonumber(since) then
+    redis.call('ZADD', LINE, since, its)
+    since = int(place)
+  end
+  newest.parked, newest.parked_as = generation, task
+  newest.store(NEWEST, remember)
 end
 if copy ~= '' or is_new or not redis.call('ZSCORE', LINE, task) then
   keep()

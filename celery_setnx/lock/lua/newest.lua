@@ -1,0 +1,54 @@
+-- In front of the verbs that know which call of a key is the newest.
+--
+-- `<name>:newest` has the mark's place where the newest call replaces those before it. Each call has a generation, a
+-- number that grows. One a line: the last generation that was reserved; the newest that was sent (`settled`); the
+-- newest that has started, or ended without a start; since when one is sent and none has started (`first`, us; 0 = none
+-- is); when one was reserved last (us); when the newest is due (us); how many were superseded since the last start; the
+-- generation that stands in line, and its task id; the newest one's digest, and its task id.
+
+local NUMBERS = {'reserved', 'settled', 'started', 'first', 'last', 'due', 'superseded', 'parked'}
+local TEXTS = {'parked_as', 'digest', 'task'}
+local OURS = '^' .. string.rep('(%d+)\n', #NUMBERS) .. '([^\n]*)\n([^\n]*)\n([^\n]*)$'
+
+local function newest_of(text)
+  local found, newest = {string.match(text or '', OURS)}, {}
+  for place, name in ipairs(NUMBERS) do newest[name] = tonumber(string.sub(found[place] or '0', 1, 16)) end
+  for place, name in ipairs(TEXTS) do newest[name] = found[#NUMBERS + place] or '' end
+
+  -- A call was sent: it replaces those before it that have not started. What has started is not touched.
+  function newest.settle(generation, task, digest, due)
+    if generation <= newest.started then return end
+    if newest.first == 0 then newest.first = now end
+    if generation < newest.settled then return end
+    if generation > newest.settled then
+      if newest.settled > newest.started then newest.superseded = newest.superseded + 1 end
+      newest.settled, newest.digest, newest.due = generation, '', 0
+    end
+    newest.task = task
+    if digest then newest.digest, newest.due = digest, due end
+  end
+
+  -- A call starts, or ends without a start.
+  function newest.start(generation, task)
+    if generation >= newest.settled then newest.settled, newest.task = generation, task end
+    newest.started = math.max(newest.started, generation)
+  end
+
+  -- Whose turn it is instead: a newer call has started; or is only sent, unless this one need not wait, and none has
+  -- started for so long (`bound`, us) that a key which is published all the time would starve. Only a start supersedes
+  -- one that `leads`.
+  function newest.instead_of(generation, leads, may_start, bound)
+    local is_overdue = newest.first > 0 and now >= newest.first + bound
+    local is_replaced = not leads and newest.settled > generation and not (may_start and is_overdue)
+    return (newest.started > generation or is_replaced) and newest.task
+  end
+
+  function newest.store(key, ms)
+    local lines = {}
+    for place, name in ipairs(NUMBERS) do lines[place] = int(newest[name]) end
+    for place, name in ipairs(TEXTS) do lines[#NUMBERS + place] = newest[name] end
+    redis.call('SET', key, table.concat(lines, '\n'), 'PX', int(math.max(ms, redis.call('PTTL', key))))
+  end
+
+  return newest
+end

@@ -1,0 +1,27 @@
+-- Reserve the generation of a call that is about to be sent, unless it equals the newest one that was sent.
+--
+-- KEYS  1 newest (see newest.lua)
+-- ARGV  1 digest of all the call's arguments ('' = not known), 2 remember (ms)
+--       3 debounce (us; 0 = none), 4 debounce_max (us)
+--       5 leading: '1' = the first call of a quiet key waits for nothing
+-- Returns {word, generation, task id, wait us, due us}: of an equal call its generation and its id; for how long this
+--       one is to wait before it may start
+--       reserved | leading (it may start at once, and only a newer start supersedes it)
+--       queued (an equal call is the newest, and has not started)
+
+-- use: lock newest
+local digest, remember, debounce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local newest = newest_of(redis.call('MGET', KEYS[1])[1])
+local is_pending = newest.settled > newest.started
+if debounce == 0 and is_pending and newest.reserved <= newest.settled and digest ~= '' and newest.digest == digest then
+  return {'queued', int(newest.settled), newest.task, '0', '0'}
+end
+local is_quiet = not is_pending and newest.reserved <= newest.settled and now - newest.last >= debounce
+local leads = ARGV[5] == '1' and is_quiet
+local due = now + debounce
+if newest.first > 0 then due = math.min(due, newest.first + tonumber(ARGV[4])) end
+if leads or due < now then due = now end
+newest.reserved = math.max(newest.reserved, newest.settled, newest.started, now - 1) + 1
+newest.last = now
+newest.store(KEYS[1], remember)
+return {leads and 'leading' or 'reserved', int(newest.reserved), '', int(due - now), int(due)}
