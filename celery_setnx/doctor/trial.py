@@ -194,12 +194,12 @@ def _receipt_of(key: str) -> str:
 
 def _clean_up(client: redis.Redis, key: str, lines: str) -> None:
     """Delete what a trial has left, or let it lapse at once where that is forbidden."""
-    beside = (record_name(key), mark_name(key), newest_name(key), ticket_name(key, "check"))
+    beside = (record_name(key), mark_name(key), newest_name(key))
+    calls = (ticket_name(key, "check"), successor_name(key, "check"))
     permits = (*permit_names(key, 1), permits_name(key), starts_name(key), _receipt_of(key))
-    beside += (successor_name(key, "check"),)
     due = due_names(lines, "check", in_cluster=is_cluster(client))
     with suppress(*REDIS_ERRORS):
-        for name in (key, *beside, *line_names(key), *permits, *due):
+        for name in (key, *beside, *calls, *line_names(key), *permits, *due):
             try:
                 client.delete(name)
             except redis.ResponseError:
