@@ -135,6 +135,11 @@ class Options:
         """Whether the newest call of a key replaces those before it."""
         return self.on_duplicate == "replace"
 
+    @property
+    def drops_equal(self) -> bool:
+        """Whether a call that equals the newest is its duplicate: with `debounce` its time starts anew."""
+        return self.replaces and self.debounce is None
+
     @cached_property
     def may_wait(self) -> bool:
         """Whether a call may wait in line: `wait`, `join`, a callable's choice, or what `auto` comes to."""

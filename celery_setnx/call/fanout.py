@@ -217,7 +217,7 @@ class FanningOut:
             args, kwargs = copied(args), copied(kwargs)  # what is sent later is what is drawn now
             given = Arguments.given_to(self.task, args, kwargs, self.options.get("serializer"))
             key, about = self.guard.key_and_about(given, {}, shown=self.shows_arguments)
-            digest = self.guard.digest_of_all(given) if self.replaces else ""
+            digest = self.guard.digest_of_all(given) if self.guard.options.drops_equal else ""
         except SoftTimeLimitExceeded:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a user's key function or argument raises

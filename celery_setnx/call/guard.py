@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -159,9 +160,13 @@ class Guard:
     def digest_of_all(self, arguments: Arguments) -> str:
         """The digest of all arguments of a call, whatever its key is made of; empty if they have none."""
         try:
-            return KeyFunction(None, self.signature, self.task, **self.checks).digest(*arguments)
+            return self._all_arguments.digest(*arguments)
         except UnkeyableCall:
             return ""
+
+    @cached_property
+    def _all_arguments(self) -> KeyFunction:
+        return KeyFunction(None, self.signature, self.task, **self.checks)
 
     def asked(self, arguments: Arguments) -> tuple[str, str]:
         """The Redis key of a call that somebody asks about, and what it was made of.

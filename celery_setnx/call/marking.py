@@ -164,6 +164,7 @@ class Replacing(Marking):
     def _asked(self, calls: Sequence[Call], digests: Sequence[str]) -> Sequence[Found | Error]:
         wanted = [Wanted(call.key, call.task_id, digest) for call, digest in zip(calls, digests)]
         terms: dict[str, Any] = {"debounce": self._debounce, "remember": self._lease}
+        terms["lease"] = self._options.queue_lease
         return reserve_unless_away(client_for(self._guard.app), wanted, **terms)
 
     def _kept(self, call: Call, found: Any) -> Any:

@@ -124,7 +124,7 @@ def publish(
         refuse_times(guard, options, expires)
     lease = mark_lease_s(guard.app, settled, options, expires)
     complain = partial(_complain, told, settled.replaces)
-    digests = [guard.digest_of_all(given) if settled.replaces else ""]
+    digests = [guard.digest_of_all(given) if settled.drops_equal else ""]
     with marking_of(settled)(guard, settled, lease, at_once=at_once, complain=complain) as marking:
         ((told, marked),) = marking.take([told], digests)
         if marked is not None and not has_callbacks and _is_of_ended(guard, told.key, marked):

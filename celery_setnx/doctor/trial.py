@@ -178,7 +178,9 @@ def _try_marks(client: redis.Redis, key: str) -> None:
     for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):
         if isinstance(error, (LockUnavailable, LockRefused)):
             raise error
-    (reserved,) = reserve_all(client, [Wanted(key, "check", "")], debounce=Debounce(), remember=5.0)
+    (reserved,) = reserve_all(
+        client, [Wanted(key, "check", "")], debounce=Debounce(), lease=5.0, remember=5.0
+    )
     if isinstance(reserved, Reservation):
         newest = Mark(key, "check", reserved.generation)
         for settled in (*replace_all(client, [reserved], 5.0), free_all(client, [newest])):

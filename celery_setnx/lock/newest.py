@@ -79,11 +79,14 @@ class Wanted(NamedTuple):
 
 
 def reserve_all(
-    client: redis.Redis, calls: Sequence[Wanted], *, debounce: Debounce, remember: float
+    client: redis.Redis, calls: Sequence[Wanted], *, debounce: Debounce, lease: float, remember: float
 ) -> list[Reservation | LockUnavailable | LockRefused]:
-    """Reserve generations, in one round trip: for each what became of it, or why Redis did not say."""
+    """Reserve generations, in one round trip: for each what became of it, or why Redis did not say.
+
+    An equal call is a duplicate for `lease` seconds since the newest was sent, or parked.
+    """
     quiet_us, most_us = round(debounce.quiet_s * US), round(debounce.most_s * US)
-    told = (int(remember * 1000), quiet_us, most_us, int(debounce.leads))
+    told = (int(remember * 1000), quiet_us, most_us, int(debounce.leads), int(lease * 1000))
     asked: list[Call] = [((newest_name(call.key),), (call.digest, *told)) for call in calls]
     replies = RESERVE.many(client, asked)
     return [

@@ -4,6 +4,7 @@
 -- ARGV  1 digest of all the call's arguments ('' = not known), 2 remember (ms)
 --       3 debounce (us; 0 = none), 4 debounce_max (us)
 --       5 leading: '1' = the first call of a quiet key waits for nothing
+--       6 lease (ms): for how long, since the newest was sent or parked, an equal call is a duplicate
 -- Returns {word, generation, task id, wait us, due us}: of an equal call its generation and its id; for how long this
 --       one is to wait before it may start
 --       reserved | leading (it may start at once, and only a newer start supersedes it)
@@ -12,11 +13,12 @@
 -- use: lock newest
 local digest, remember, debounce = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local newest = newest_of(redis.call('MGET', KEYS[1])[1])
-local is_pending = newest.settled > newest.started
-if debounce == 0 and is_pending and newest.reserved <= newest.settled and digest ~= '' and newest.digest == digest then
-  return {'queued', int(newest.settled), newest.task, '0', '0'}
+local is_pending, is_alone = newest.settled > newest.started, newest.reserved <= newest.settled
+if debounce == 0 and is_pending and is_alone and digest ~= '' and newest.digest == digest then
+  local is_known = redis.call('PTTL', KEYS[1]) > remember - tonumber(ARGV[6])
+  if is_known then return {'queued', int(newest.settled), newest.task, '0', '0'} end
 end
-local is_quiet = not is_pending and newest.reserved <= newest.settled and now - newest.last >= debounce
+local is_quiet = not is_pending and is_alone and now - newest.last >= debounce
 local leads = ARGV[5] == '1' and is_quiet
 local due = now + debounce
 if newest.first > 0 then due = math.min(due, newest.first + tonumber(ARGV[4])) end
