@@ -227,9 +227,10 @@ def merged(where: str, *layers: Mapping[str, Any]) -> Options:
     """Options from layers of plain mappings, the farthest first and the nearest last."""
     values: dict[str, Any] = {}
     for layer in layers:
-        values.update(checked(where, layer))
-    if values.get("debounce") is not None:
-        values = {"dedupe": "until_started", "on_duplicate": "replace", **values}
+        given = checked(where, layer)
+        if given.get("debounce") is not None:  # it implies both, whatever a farther layer says
+            given = {"dedupe": "until_started", "on_duplicate": "replace", **given}
+        values.update(given)
     options = Options(**values)
     _check_together(where, options)
     return options

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 from billiard.exceptions import SoftTimeLimitExceeded
@@ -158,11 +159,14 @@ class Guard:
         return key_name(self.settings.prefix, self.scope_of(call), digest), about
 
     def digest_of_all(self, arguments: Arguments) -> str:
-        """The digest of all arguments of a call, whatever its key is made of; empty if they have none."""
+        """The digest of a call: its task, and all its arguments, whatever its key is made of; empty if they
+        have none.
+        """
         try:
-            return self._all_arguments.digest(*arguments)
+            digest = self._all_arguments.digest(*arguments)
         except UnkeyableCall:
             return ""
+        return blake2b(f"{self.task}\n{digest}".encode(), digest_size=8).hexdigest()
 
     @cached_property
     def _all_arguments(self) -> KeyFunction:

@@ -67,6 +67,7 @@ logger = Log("celery_setnx")
 
 _LOOK_AGAIN_S = 1.0
 _LATE_S = 1.0  # a call that comes back may make its last try this long after its max_wait
+_CLOCKS_S = 60.0  # by which a publisher's clock may be ahead of a worker's
 _STARTED = "another message has started this call, or has failed"
 
 # Fields of a message whose call something else waits for.
@@ -216,7 +217,8 @@ class Attempt:
         facts.has_begun = bool(call.again or request.retries)
         facts.may_be_new = not call.has_header and not call.again
         facts.joins = options.on_conflict == "join" and call.join is not None
-        facts.is_early = call.due > time.time()
+        left_s = call.due - time.time()
+        facts.is_early = 0 < left_s < (options.debounce or 0.0) + _CLOCKS_S
         if options.dedupe == "until_started" and not options.replaces:
             facts.asks_queued = is_unasked and not is_eager
         if options.dedupe_for:

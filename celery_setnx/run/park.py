@@ -10,6 +10,7 @@ A call that meets a held lock under `on_conflict="wait"` is in two places at onc
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -101,7 +102,8 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
     if found.state == "superseded":
         return "turn", None  # it asks once more, and hears of the newer one
     if found.older is not None:
-        end_wait(app, met.key, found.older, client, "is superseded")
+        with suppress(SetnxError):  # it stands behind this one, and ends at its turn
+            end_wait(app, met.key, found.older, client, "is superseded")
     look_in_s = _note_holder(conflict, found)
     if look_in_s is None:  # it was noted before: by this call, perhaps
         look_in_s = 0.0 if conflict.outcome.is_due else noted.look_in_s

@@ -52,7 +52,8 @@ local call = caller(token, ticket.waits and copy ~= '-', first, others)
 local all, limit, pace = only and {only} or permits(9), limit_of(terms), STARTS and pace_of(STARTS, terms)
 local p, word, start, seen = claim(call, all, limit, pace, dead, second)
 if foreign_record(p) then return foreign_record(p) end
-local newest = generation > 0 and newest_of(mark)
+local newest = counts(generation) and newest_of(mark)
+if generation > 0 then mark = false end
 if newest then
   local may_start = word ~= 'held' and word ~= 'paced' and word ~= 'line'
   local has_started = word == 'again' or word == 'held' and p.kind == 'mine' and p.state == 'running'

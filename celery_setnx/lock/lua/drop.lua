@@ -9,7 +9,7 @@
 local generation, last = tonumber(ARGV[1]), tonumber(ARGV[3] or nil)
 local text = redis.call('MGET', KEYS[1])[1]
 local newest = newest_of(text)
-if not text or generation <= newest.started then return {'changed'} end
+if not text or not counts(generation) or generation <= newest.started then return {'changed'} end
 if last then
   keep_for(KEYS[1], last)
   return {'done'}

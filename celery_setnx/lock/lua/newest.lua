@@ -10,6 +10,10 @@ local NUMBERS = {'reserved', 'settled', 'started', 'first', 'last', 'due', 'supe
 local TEXTS = {'parked_as', 'digest', 'task'}
 local OURS = '^' .. string.rep('(%d+)\n', #NUMBERS) .. '([^\n]*)\n([^\n]*)\n([^\n]*)$'
 
+-- Whether a generation counts: one from far ahead of the clock would be the newest for as long. Its call is as one
+-- without a generation.
+local function counts(generation) return generation > 0 and generation < now + HOUR end
+
 local function newest_of(text)
   local found, newest = {string.match(text or '', OURS)}, {}
   for place, name in ipairs(NUMBERS) do newest[name] = tonumber(string.sub(found[place] or '0', 1, 16)) end

@@ -37,7 +37,7 @@ if ticket.is_stale then
   return answer('stale')
 end
 if shared and not ticket.waits and is_known(CALLS, task) then return answer('taken') end
-local newest = generation > 0 and newest_of(redis.call('MGET', NEWEST)[1])
+local newest = counts(generation) and newest_of(redis.call('MGET', NEWEST)[1])
 if newest and math.max(newest.settled, newest.started) > generation then return answer('superseded') end
 local kept = redis.call('HGET', CALLS, task) or ''
 local misses = string.match(kept, '^%d+') or ticket.misses
