@@ -31,11 +31,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from celery_setnx import AlreadyRunning, CallOutcome, is_skipped
+from celery_setnx import AlreadyRunning, CallOutcome, is_skipped, superseded_by
 from examples.embedded import EmbeddedServer
 
 CALLS, KEYS, THREADS = 100, 10, 10
 WISHES, ITEMS = 1000, 6
+TYPED, KEY_S = "hello", 0.2
 SYNCS, LIMIT = 9, 3
 ORDERS, STARTS, PERIOD_S = 10, 5, 1.5
 WORKERS, PROCESSES = ("alpha", "beta"), 4
@@ -144,7 +145,7 @@ class History:
 
 
 class Demo:
-    """Six scenes, what they show, and whether it was true."""
+    """Seven scenes, what they show, and whether it was true."""
 
     def __init__(self, console: Console, app: Any, history: History, alpha: Worker, beta: Worker) -> None:
         self.console = console
@@ -356,9 +357,43 @@ class Demo:
             f"{counts.duplicates} duplicates name {len(named)} calls",
         )
 
+    def newest_wins(self) -> Saved:
+        """Scene 4: of the calls that are sent while somebody types, the newest runs, once."""
+        quiet_s = self.app.save.singleton["debounce"]
+        self.title(4, f"{len(TYPED)} saves while one types", f"debounce={quiet_s}, █ = the body runs")
+        history, app = self.history, self.app
+        saved = Saved(history, app.server_time, quiet_s)
+        with self.shown(saved.picture) as wait:
+            for end in range(1, len(TYPED) + 1):
+                due = time.monotonic() + KEY_S
+                saved.sent.append((app.server_time(), app.save.delay(7, TYPED[:end])))
+                wait(lambda due=due: time.monotonic() >= due, "the next key is pressed")
+            wait(lambda: all(call.ready() for _, call in saved.sent), "every call has a result")
+            wait(lambda: history.of("end", page=7), "the last text is saved")
+
+        bodies, calls = history.of("start", page=7), [call for _, call in saved.sent]
+        pressed, newest = saved.sent[-1][0], calls[-1]
+        self.check(
+            f"debounce: {len(TYPED)} saves, one body, the last text",
+            [body["text"] for body in bodies] == [newest.result] == [TYPED]
+            and bodies[0]["at"] >= pressed + quiet_s,
+            f"{newest.result!r}, {bodies[0]['at'] - pressed:.2f} s after the last key",
+        )
+        by = [superseded_by(call.result) for call in calls[:-1]]
+        told = {entry["task_id"]: entry["superseded_by"] for entry in history.of("superseded")}
+        later = [{call.id for call in calls[place:]} for place in range(1, len(calls))]
+        self.check(
+            "the others are skipped, and name a newer call",
+            all(call.state == "SUCCESS" and is_skipped(call.result) for call in calls[:-1])
+            and all(newer in ids for newer, ids in zip(by, later))
+            and told == {call.id: newer for call, newer in zip(calls, by)},
+            f"{len(by)} skipped, for {', '.join(sorted(f'save[{str(newer)[:8]}…]' for newer in {*by}))}",
+        )
+        return saved
+
     def several_at_a_time(self) -> None:
-        """Scene 4: as many calls of one key as the limit says, and the others in line."""
-        self.title(4, f"{SYNCS} calls of one key, {LIMIT} at a time", f"limit={LIMIT}, one row per permit")
+        """Scene 5: as many calls of one key as the limit says, and the others in line."""
+        self.title(5, f"{SYNCS} calls of one key, {LIMIT} at a time", f"limit={LIMIT}, one row per permit")
         history, app = self.history, self.app
         began = app.server_time()
         with self.shown(lambda: permits_picture(history, began, app.server_time())) as wait:
@@ -388,10 +423,10 @@ class Demo:
         )
 
     def so_many_in_a_while(self) -> None:
-        """Scene 5: no more calls of one key start in any window than the rate says."""
+        """Scene 6: no more calls of one key start in any window than the rate says."""
         rate = f"rate=({STARTS}, {PERIOD_S})"
         self.title(
-            5, f"{ORDERS} calls of one key, {STARTS} in any {PERIOD_S} s", f"{rate}, how many start when"
+            6, f"{ORDERS} calls of one key, {STARTS} in any {PERIOD_S} s", f"{rate}, how many start when"
         )
         history, app = self.history, self.app
         began = app.server_time()
@@ -409,8 +444,8 @@ class Demo:
         )
 
     def take_over(self, lives_s: float = 0.0) -> TakeOver:
-        """Scene 6: a worker is killed in mid-task, and another one takes its lock over."""
-        self.title(6, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
+        """Scene 7: a worker is killed in mid-task, and another one takes its lock over."""
+        self.title(7, "kill -9 of a worker in mid-task", "nobody is left to release the lock")
         history, app = self.history, self.app
         scene = TakeOver(history, app.server_time)
         with self.shown(scene.picture) as wait:
@@ -461,8 +496,39 @@ class Demo:
         )
 
 
+class Saved:
+    """What scene 4 shows."""
+
+    def __init__(self, history: History, clock: Callable[[], float], quiet_s: float) -> None:
+        self.quiet_s = quiet_s
+        self.sent: list[tuple[float, Any]] = []  # when each call was sent, and its result
+        self._history = history
+        self._clock = clock
+
+    def picture(self) -> RenderableType:
+        """The keys along the time axis, the quiet time after the last one, and the body."""
+        rows = Table.grid(padding=(0, 2))
+        if not self.sent:
+            return rows
+        began, last = self.sent[0][0], self.sent[-1][0]
+        bodies, now = self._history.bodies(page=7), self._clock()
+        ends = [end for _, end in bodies if end is not None]
+        scale = NARROW / max((ends[-1] if ends else now) - began, 2.0)
+        keys = [" "] * NARROW
+        for (at, _), key in zip(self.sent, TYPED):
+            keys[min(NARROW - 1, int((at - began) * scale))] = key
+        first, width = int((last - began) * scale), round(min(now - last, self.quiet_s) * scale)
+        quiet = f"{' ' * first}├{'─' * (width - 2)}┤"[:NARROW]
+        skipped = sum(call.ready() and is_skipped(call.result) for _, call in self.sent)
+        rows.add_row("keys", Text("".join(keys), "bold cyan"), f"{len(self.sent)} saves")
+        rows.add_row("quiet", Text(quiet, "dim"), f"{self.quiet_s} s")
+        rows.add_row("body", Text(track(bodies, began, now, scale, NARROW), "green"), f"{len(bodies)} run")
+        rows.add_row("", Text(f"0 s{NARROW / scale:{NARROW - 5}.1f} s", "dim"), f"{skipped} skipped")
+        return rows
+
+
 class TakeOver:
-    """What scene 6 shows."""
+    """What scene 7 shows."""
 
     def __init__(self, history: History, clock: Callable[[], float]) -> None:
         self._history = history
@@ -714,6 +780,7 @@ def run(console: Console, logs: Path) -> bool:
             demo.fan_out()
             demo.policies()
             demo.queued_once()
+            demo.newest_wins()
             demo.several_at_a_time()
             demo.so_many_in_a_while()
             demo.take_over()

@@ -59,6 +59,14 @@ def refresh(item: int) -> None:
         wait_for_gate("refresh")
 
 
+@app.task(base=SingletonTask, singleton={"key": "page", "debounce": 1.5})
+def save(page: int, text: str) -> str:
+    """Called at each key that is pressed: the newest call of a page runs, once no more come."""
+    with recorded(page=page, text=text):
+        time.sleep(0.2)
+    return text
+
+
 @app.task(base=SingletonTask, singleton={"key": "tenant", "limit": 3, "on_conflict": "wait"})
 def sync(tenant: str) -> None:
     """Three calls of a tenant run at a time, each under a permit; the others wait in line."""
@@ -145,6 +153,7 @@ def recorder(what: str) -> Any:
 
 for word in ("acquired", "conflict", "waiting", "woken", "taken_over", "released", "lost"):
     getattr(signals, f"lock_{word}").connect(recorder(word), weak=False)
+signals.call_superseded.connect(recorder("superseded"), weak=False)
 
 
 @worker_ready.connect

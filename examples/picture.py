@@ -1,6 +1,7 @@
-"""Draws what has just happened: the demo's take-over after a kill -9, five calls of a tenant, ten a minute.
+"""Draws what has just happened: the demo's take-over and its saves, five calls of a tenant, ten a minute.
 
 python -m examples.picture docs/take-over.svg
+python -m examples.picture docs/save-as-one-types.svg
 python -m examples.picture docs/five-at-a-time.svg
 python -m examples.picture docs/ten-a-minute.svg
 """
@@ -16,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from xml.sax.saxutils import escape
 
 from rich.console import Console
 
-from examples.demo import Demo, TakeOver, stage
+from examples.demo import TYPED, Demo, Saved, TakeOver, stage
 from examples.embedded import EmbeddedServer
 
 WIDTH, LEFT, RIGHT, FONT = 600, 20, 20, 17
@@ -34,6 +35,8 @@ LANES, LANE, NAMES = 30, 32, 95
 """Of permits and workers: where the first row is, how far they are apart, and how wide their names are."""
 WINDOWS = (0, 5, 10)
 """After which starts of a rate begin the windows that are drawn."""
+
+Scene = TypeVar("Scene")
 
 
 class Drawing:
@@ -122,6 +125,32 @@ def take_over(demo: Demo, scene: TakeOver) -> str:
     )
 
 
+def saves(demo: Demo, scene: Saved) -> str:
+    """How long each call has waited, and which of them has run."""
+    history, origin = demo.history, scene.sent[0][0]
+    (start,), (end,) = history.of("start", page=7), history.of("end", page=7)
+    skipped = {entry["task_id"]: entry["at"] - origin for entry in history.of("superseded")}
+    starts, ends, last = start["at"] - origin, end["at"] - origin, scene.sent[-1][0] - origin
+
+    picture = Drawing(ends + 0.15, LANES + len(TYPED) * LANE + 28, NAMES)
+    for lane, (sent_at, call) in enumerate(scene.sent):
+        row = LANES + lane * LANE
+        picture.text(LEFT, row + 26, f'"{TYPED[: lane + 1]}"')
+        is_newest = call.id == start["task_id"]
+        picture.bar(row, sent_at - origin, starts if is_newest else skipped[call.id], LEASE)
+        if not is_newest:
+            picture.text(picture.x(skipped[call.id]) - 8, row + 26, "skipped", anchor="end")
+    row = LANES + (len(TYPED) - 1) * LANE
+    picture.text(picture.x(last) + 8, row + 26, f"{scene.quiet_s:g} s without a key")
+    picture.bar(row, starts, ends, RUNS)
+    picture.text(picture.x(starts), LANES - 8, "saved, once", RUNS, "middle")
+    picture.line(starts, LANES + 10, row + 10, RUNS, "4 3")
+    return picture.svg(
+        "Five saves while one types. Each call waits for a newer one. The first four are skipped, and the "
+        "last one runs"
+    )
+
+
 def permits(entries: list[dict[str, Any]], limit: int, lease_s: float) -> str:
     """Which body had which permit, and when, from the journal of the example."""
     began = [entry for entry in entries if entry["what"] == "begins" and entry["tenant"] == "acme"]
@@ -184,17 +213,34 @@ def starts(entries: list[dict[str, Any]], period_s: float, workers: tuple[str, .
 
 
 def draw_take_over() -> str:
-    """What the demo has shown.
+    """What the demo has shown."""
+    with _demo() as demo:
+        return take_over(demo, _shown(demo, demo.take_over(LIVES_S)))
 
-    Raises:
-        ValueError: It has not shown it.
-    """
+
+def draw_saves() -> str:
+    """What the demo has shown."""
+    with _demo() as demo:
+        return saves(demo, _shown(demo, demo.newest_wins()))
+
+
+@contextmanager
+def _demo() -> Iterator[Demo]:
+    """The demo with its workers, which says nothing."""
     with tempfile.TemporaryDirectory() as logs, stage(Console(file=io.StringIO()), Path(logs)) as demo:
         demo.start()
-        scene = demo.take_over(LIVES_S)
-        if not all(is_true for is_true, _, _ in demo.checks):
-            raise ValueError(f"the demo has not shown it: {demo.checks}")
-        return take_over(demo, scene)
+        yield demo
+
+
+def _shown(demo: Demo, scene: Scene) -> Scene:
+    """A scene that was true.
+
+    Raises:
+        ValueError: It was not.
+    """
+    if not all(is_true for is_true, _, _ in demo.checks):
+        raise ValueError(f"the demo has not shown it: {demo.checks}")
+    return scene
 
 
 @contextmanager
@@ -221,6 +267,7 @@ def draw_starts() -> str:
 
 PICTURES: dict[str, Callable[[], str]] = {
     "take-over": draw_take_over,
+    "save-as-one-types": draw_saves,
     "five-at-a-time": draw_permits,
     "ten-a-minute": draw_starts,
 }

@@ -263,6 +263,42 @@ with guarded(app):
     assert sweep.apply().get().accepted == 0  # nothing lags
 """,
         ),
+        # Save as one types
+        Fragment(
+            "def save(page_id, text)",
+            before="""
+client.flushall()
+pages = {}
+app.conf.task_annotations = {"proj.save": {"singleton": {"debounce": 0.5}}}
+""",
+            after="""
+from celery.contrib.testing.worker import start_worker
+worker = start_worker(app, perform_ping_check=False, loglevel="error")
+worker.__enter__()
+""",
+        ),
+        Fragment(
+            "older, newest = save.delay(",
+            after="""
+newest.get(timeout=60)
+assert pages == {7: "hello"}
+with __import__("pytest").raises(OptionError, match="leave out countdown"):
+    save.apply_async((7, "later"), countdown=5)
+worker.__exit__(None, None, None)
+""",
+        ),
+        Fragment(
+            "def set_plan(",
+            after="""
+basic, again, gold = set_plan.delay(7, "basic"), set_plan.delay(7, "basic"), set_plan.delay(7, "gold")
+assert again.deduplicated and again.id == basic.id
+with start_worker(app, perform_ping_check=False, loglevel="error"):
+    assert superseded_by(basic.get(timeout=60)) == gold.id
+    assert gold.get(timeout=60) is None
+app.conf.task_annotations = None
+client.flushall()
+""",
+        ),
         # One customer after the other
         Fragment(
             "def apply_event(customer, event)",

@@ -101,6 +101,18 @@ def test_picture_of_the_take_over_says_why_it_takes_that_long():
     assert "another host" in said
 
 
+def test_picture_of_the_saves_shows_four_that_are_skipped_and_one_that_runs():
+    """All were sent before the first has ended; the last one runs, when its wait is over."""
+    svg = SVGS["save-as-one-types"]
+    *older, newest = bars(svg).values()
+    assert [[bar.what for bar in row] for row in older] == [[LEASE]] * 4
+    assert [bar.what for bar in newest] == [LEASE, RUNS]
+    waits = [row[0] for row in (*older, newest)]
+    assert all(before.left < after.left < waits[0].right for before, after in pairwise(waits))
+    assert max(bar.right for bar in waits) == waits[-1].right == pytest.approx(newest[1].left, abs=0.11)
+    assert len(re.findall(r">skipped<", svg)) == 4
+
+
 def test_picture_of_the_permits_shows_five_at_a_time_and_never_two_under_one():
     """A row for each permit, in which no body begins before the one before it has ended."""
     lanes = bars(SVGS["five-at-a-time"])
