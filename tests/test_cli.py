@@ -746,6 +746,13 @@ def parked(cli: Stage, name: str) -> None:
     cli.park(name, generation=cli.publish(name).generation, task_id="t-2")
 
 
+def behind(cli: Stage, name: str) -> None:
+    """The lock is held, an older call waits in line, and the newest one has not been received."""
+    cli.hold(name)
+    cli.park(name, generation=cli.publish(name, "t-1").generation, task_id="t-1")
+    cli.publish(name)
+
+
 NEWEST_SCENES: dict[str, Callable[[Stage, str], Any]] = {
     "quiet": lambda cli, name: None,
     "held": lambda cli, name: cli.hold(name),
@@ -757,6 +764,7 @@ NEWEST_SCENES: dict[str, Callable[[Stage, str], Any]] = {
     "just started": lambda cli, name: cli.end(name, cli.publish(name)),
     "quiet again": lambda cli, name: (cli.end(name, cli.publish(name)), cli.pass_time(6, name)),
     "parked": parked,
+    "behind": behind,
 }
 
 
@@ -808,6 +816,17 @@ NEWEST_SCENES: dict[str, Callable[[Stage, str], Any]] = {
             ],
         ),
         (
+            "behind", "newest", "No",
+            [
+                r"its lock is held\.",
+                *[r".*"] * 5,
+                r"  A call now would wait in line, at place 1 \(on_conflict='auto'\)\.",
+                REPLACED.format(PASSED, ""),
+                EQUAL,
+                r"  Superseded since the last start: 1 older call\.",
+            ],
+        ),
+        (
             "held", "saved", "No",
             [
                 DEBOUNCED, BOUND.format(MINUTE), r"  Its lock is held\.", *[r".*"] * 5,
@@ -826,7 +845,7 @@ def test_why_says_whether_a_call_that_replaces_older_ones_would_run(cli, scene, 
         assert re.fullmatch(expected, line), line
 
 
-@pytest.mark.parametrize("scene", set(NEWEST_SCENES) - {"held", "parked"})
+@pytest.mark.parametrize("scene", sorted(set(NEWEST_SCENES) - {"held", "parked", "behind"}))
 @pytest.mark.parametrize("task", ["newest", "saved", "leading"])
 def test_why_says_that_a_call_waits_as_long_as_its_publisher_finds(cli, task, scene):
     """The script decides how long; `why` says no other time, and yes where it is none."""

@@ -350,7 +350,7 @@ def _replaced(options: Options, sighting: Sighting) -> list[str]:
     if newest is None or not options.replaces:
         return []
     place, due_in_s = _place_of_older(options, sighting), newest.due_in_s
-    if place:
+    if place and newest.parked_as == newest.task_id:
         state = f"waits in line, at place {place}"
     elif due_in_s is None:
         state = "is queued"
