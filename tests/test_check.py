@@ -11,7 +11,7 @@ from celery import Celery, Task
 from kombu import Queue
 from kombu.common import Broadcast
 
-from celery_setnx import SingletonTask, UnkeyableCall, singleton
+from celery_setnx import OptionError, SingletonTask, UnkeyableCall, singleton
 from celery_setnx.doctor import check
 from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import examine
@@ -78,6 +78,7 @@ def start_worker_check(app: Celery) -> None:
     LockServerCheck(SimpleNamespace(app=app)).start(SimpleNamespace(app=app))
 
 
+TIMED = {"expires": 60, "countdown": 5}
 DAILY = {"dedupe": "until_done", "dedupe_for": 86_400}
 
 # Options and settings that go together.
@@ -104,6 +105,12 @@ SOUND = [
     ({"task": {"acks_late": True, "time_limit": 1800}}, {}),
     ({"task": {"Request": DerivedRequest}}, {}),
     ({"lease": 4}, {}),
+    ({"dedupe": "until_started", "on_duplicate": "replace", "debounce_max": 30}, {}),
+    ({"debounce": 5, "debounce_max": 30, "debounce_leading": True, "skip_result": 0}, {}),
+    # A quarter of the visibility timeout; RabbitMQ has none.
+    ({"debounce": 900, "debounce_max": 900}, {}),
+    ({"debounce": 901, "debounce_max": 901}, {"broker_url": "amqp://localhost"}),
+    ({"debounce": 5}, {"beat_schedule": {"a": {"task": "work"}, "b": {"task": "other", "options": TIMED}}}),
     ({"on_conflict": "retry", "task": {"serializer": "pickle"}}, {}),
     ({"lease": 600}, {}),
     ({"at_most_for": 100}, {}),
@@ -169,6 +176,7 @@ def test_sound_task_has_no_findings_but_a_fine_one(app, options, conf):
         ("useless", {"on_duplicate": "raise"}, {}, "on_duplicate ("),
         ("useless", {"queue_lease": 60}, {}, "queue_lease ("),
         ("useless", {"rate": "10/m", "skip_result": 5}, {}, "skip_result ("),
+        ("useless", {"dedupe": "until_started", "debounce_max": 30}, {}, "debounce_max ("),
         # Permits that rest for longer than the pace would have calls wait.
         ("rate", {"rate": "7/m", "at_least_for": 10}, {}, "at most 6 calls start in 60 s"),
         ("rate", {"rate": "13/m", "limit": 2, "at_least_for": 10}, {}, "at most 12 calls start in 60 s"),
@@ -194,6 +202,48 @@ def test_result_backend_that_cannot_be_made_ends_no_check(app, backend):
     app.conf.update(result_backend=backend, result_expires=86_400)
     add(app, **DAILY)
     assert "tasks" in {found.subject for found in check(app)}
+
+
+@pytest.mark.parametrize(
+    ("options", "conf", "said", "why"),
+    [
+        (
+            {"debounce": 901, "debounce_max": 1000},
+            {},
+            "debounce of work is 901 s, and the broker delivers again after 3600 s (visibility_timeout): "
+            "make it 900 s or less",
+            "Workers of this app do not start.",
+        ),
+        (
+            {"debounce": 5, "task": {"expires": 60}},
+            {},
+            "a call of work has expires, and on_duplicate='replace': it would replace older calls, and not "
+            "run for a while, or ever; leave out expires.",
+            "Each call is refused when it is published.",
+        ),
+        (
+            {"dedupe": "until_started", "on_duplicate": "replace"},
+            {"beat_schedule": {"hourly": {"task": "work", "options": {"countdown": 5}}}},
+            "In beat_schedule 'hourly': a call of work has countdown, and on_duplicate='replace': it would "
+            "replace older calls, and not run for a while, or ever; leave out countdown, or use debounce=.",
+            "Beat cannot send it.",
+        ),
+    ],
+)
+def test_times_that_no_replacing_call_may_have_are_an_error(app, options, conf, said, why):
+    """In the words in which a worker, or the publisher, refuses them."""
+    app.conf.update(conf)
+    add(app, **options)
+    found = only(app, "debounce")
+    assert (found.level, found.why) == ("error", why)
+    assert found.what.startswith(said)
+
+
+def test_worker_with_too_long_a_debounce_does_not_start(app):
+    """As `check` says."""
+    add(app, debounce=901, debounce_max=1000)
+    with pytest.raises(OptionError, match=r"debounce of work is 901 s, and the broker delivers again after"):
+        start_worker_check(app)
 
 
 def test_join_with_a_result_backend_that_cannot_be_made_is_refused(app):

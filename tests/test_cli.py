@@ -29,7 +29,7 @@ from celery_setnx.cli.screen import table
 from celery_setnx.keys import digest
 from celery_setnx.lock.line import LineEntry, park
 from celery_setnx.lock.look import Sighting
-from celery_setnx.lock.marks import Mark, done_by, mark_all
+from celery_setnx.lock.marks import Mark, done_by, free_all, mark_all
 from celery_setnx.lock.names import (
     done_name,
     key_name,
@@ -38,6 +38,7 @@ from celery_setnx.lock.names import (
     permits_name,
     record_name,
 )
+from celery_setnx.lock.newest import Debounce, Reservation, Wanted, replace_all, reserve_all
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.survey import survey
 from celery_setnx.lock.takeover import TakeOver, note_take_over
@@ -50,6 +51,7 @@ from tests.test_wording import EVIL, controls
 CELERY = shutil.which("celery", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 PAGE = (DOCS / "cli.md").read_text()
 TASK = "tests.cliapp."
+OF_NEWEST = {"due_in_s", "superseded"}
 SHOWN_MORE = {"token", "last_holder", "last_take_over", "line"}
 ELSEWHERE = {**identity(), "host": "other", "boot": "another", "pid": 77}
 DEAD = {**identity(), "start": 0}  # of this host; its pid is that of a later process
@@ -138,6 +140,29 @@ class Stage:
         """A call that is marked as queued."""
         mark_all(self.locks, [Mark(self.key(name, customer), "t-2")], dedupe="until_started", lease=600)
 
+    def publish(self, name: str = "saved", task_id: str = "t-2", customer: int = 7) -> Reservation:
+        """A call that replaces older ones is sent, as its publisher does it."""
+        found = self.reserve(name, task_id, customer)
+        assert replace_all(self.locks, [found], 600) == [None]
+        return found
+
+    def reserve(self, name: str, task_id: str = "t-2", customer: int = 7) -> Reservation:
+        """A call that replaces older ones is about to be sent."""
+        options = self.task(name)._guard.options
+        wanted = [Wanted(self.key(name, customer), task_id, task_id)]
+        quiet = (options.debounce or 0.0, options.debounce_max, options.debounce_leading)
+        (found,) = reserve_all(self.locks, wanted, debounce=Debounce(*quiet), remember=600)
+        assert isinstance(found, Reservation)
+        return found
+
+    def end(self, name: str, call: Reservation) -> None:
+        """A call that replaces older ones has ended without a start."""
+        assert free_all(self.locks, [Mark(self.key(name), call.task_id, call.generation)]) is None
+
+    def pass_time(self, seconds: float, name: str = "saved") -> None:
+        """Time passes for the keys of a task's lock."""
+        pass_time(seconds, self.task(name), 7)
+
     def succeed(
         self, name: str = "daily", customer: int = 7, task_id: str = "t-3", at_least_for: float = 0
     ) -> str:
@@ -155,9 +180,10 @@ class Stage:
         age(self.locks, self.key(name, customer), ago)
         return self.key(name, customer)
 
-    def park(self, name: str = "sync", call: str = "") -> None:
+    def park(self, name: str = "sync", call: str = "", generation: int = 0, task_id: str = "t-9") -> None:
         """A call that has waited in line for 5 s, and what it is woken with."""
-        park(self.locks, LineEntry(self.key(name), "t-9", 0, 60), since=time.time() - 5, call=call)
+        entry = LineEntry(self.key(name), task_id, 0, 60, generation=generation)
+        park(self.locks, entry, since=time.time() - 5, call=call)
 
     def is_due(self, name: str = "sync") -> bool:
         """Whether a worker is to look at the line now."""
@@ -340,13 +366,39 @@ def test_list_of_marks_prints_a_table_and_json_with_the_documented_fields(cli):
     cli.queue("pending")
     result = ask("list", "--queued")
     heading, line = result.stdout.splitlines()
-    assert heading.split() == ["TASK", "LAPSES", "QUEUED", "TASK", "ID", "KEY"]
-    assert re.fullmatch(r"tests\.cliapp\.pending  in (10|9) min[ \w]*  t-2 +t:\{tests.*\}", line)
+    assert re.split("  +", heading) == list(MARK_COLUMNS)
+    assert re.fullmatch(r"tests\.cliapp\.pending  - +- +in (10|9) min[ \w]*  t-2 +t:\{tests.*\}", line)
     assert result.stderr == "1 mark under t:{...}.\n"
     (row,) = ask_json("list", "--queued")
     assert documented_fields("list --queued --json") == set(row)
     assert row.pop("lapses_in_s") == pytest.approx(600, abs=30)
-    assert row == {"key": cli.key("pending"), "task": TASK + "pending", "task_id": "t-2"}
+    told = {"key": cli.key("pending"), "task": TASK + "pending", "task_id": "t-2"}
+    assert row == {**told, "due_in_s": None, "superseded": None}
+
+
+def test_list_of_marks_says_when_a_newest_call_is_due_and_how_many_it_has_replaced(cli):
+    """Since when, once it may start; in JSON a negative number."""
+    for number in range(3):
+        cli.publish(task_id=f"t-{number}")
+    _heading, line = ask("list", "--queued").stdout.splitlines()
+    assert re.fullmatch(
+        r"tests\.cliapp\.saved  in [45] min \d+ s +2 +in (10|9) min[ \w]*  t-2 +t:\{.*\}", line
+    )
+    (row,) = ask_json("list", "--queued")
+    assert 0 < row["due_in_s"] <= 300
+    assert row["superseded"] == 2
+    cli.pass_time(400)
+    _heading, line = ask("list", "--queued").stdout.splitlines()
+    assert re.search(r"  1 min \d+ s ago  2  ", line)
+    (row,) = ask_json("list", "--queued")
+    assert -160 < row["due_in_s"] <= -60
+
+
+def test_list_of_marks_has_no_call_that_is_reserved_or_has_started(cli):
+    """Only calls that were sent are queued, and only until they start."""
+    cli.reserve("saved")
+    cli.end("newest", cli.publish("newest"))
+    assert ask("list", "--queued").stderr == "No marks under t:{...}.\n"
 
 
 def test_list_of_done_calls_prints_a_table_and_json_with_the_documented_fields(cli):
@@ -396,7 +448,7 @@ def test_show_and_release_name_a_done_call(cli):
 
 
 def test_show_prints_what_is_known(cli):
-    """Record, fate of its process, deadline, mark and line."""
+    """Record, fate of its process, deadline, mark and line. What is not there has no line."""
     held = cli.hold()
     cli.queue("sync")
     cli.park()
@@ -414,6 +466,19 @@ def test_show_prints_what_is_known(cli):
         "waiting   1\n          1. t-9, for ",
     ):
         assert part in shown
+    assert "newest" not in shown
+
+
+def test_show_tells_of_the_newest_call(cli):
+    """Its id, when it is due, how many it has replaced, and for how long that is known."""
+    cli.publish(task_id="t-1")
+    cli.publish(task_id="t-2")
+    shown = ask("show", TASK + "saved", "7").stdout
+    assert "mark      -\n" in shown
+    line = r"^newest    queued as t-2, due in [45] min \d+ s; 1 older call superseded; lapses in \d+ min"
+    assert re.search(line, shown, re.MULTILINE), shown
+    found = ask_json("show", TASK + "saved", "7")
+    assert (found["mark"], found["superseded"]) == ("t-2", 1)
 
 
 def test_show_names_who_had_the_lock_before(cli, locks):
@@ -470,7 +535,7 @@ def test_show_json_has_the_documented_fields(cli):
     held = cli.hold()
     cli.park()
     shown = ask_json("show", held.key)
-    more = {*SHOWN_MORE, "mark", "mark_lapses_in_s", "done", "done_counts_for_s"}
+    more = {*SHOWN_MORE, *OF_NEWEST, "mark", "mark_lapses_in_s", "done", "done_counts_for_s"}
     assert set(shown) == {*ask_json("list")[0], *more}
     assert documented_fields("show --json") == more
     assert documented_fields("list --json") == set(ask_json("list")[0])
@@ -652,6 +717,150 @@ def test_why_says_yes_or_no_and_why(cli, scene, task, answer, says):
     assert re.match(f"{answer}: {says}", result.stdout), result.stdout
 
 
+DEBOUNCED = r"a new call would wait 5 min 0 s for newer ones \(debounce=300\)\."
+BOUND = r"  However many follow, the newest is due in {} at the latest \(debounce_max=600\)\."
+LATEST, NEARLY = r"10 min 0 s", r"(9 min \d+ s|10 min 0 s)"
+REPLACED = r"  t-2 is queued, and {}; a new call would replace it{}\."
+LEADING = r", unless it need not wait \(debounce_leading\)"
+EQUAL = r"  An equal call would not be published: its caller would get the result of t-2\."
+DUE = r"due in [45] min \d+ s"
+PASSED = r"has been due for [\w. ]+"
+
+
+def burst(cli: Stage, name: str) -> None:
+    """Three calls, of which the first was published 500 s ago, and the last just now."""
+    cli.publish(name, "t-0")
+    cli.pass_time(500, name)
+    cli.publish(name, "t-1")
+    cli.publish(name)
+
+
+def second(cli: Stage, name: str) -> None:
+    """One has led, and has started; the next one waits."""
+    cli.end(name, cli.publish(name, "t-1"))
+    cli.publish(name)
+
+
+def parked(cli: Stage, name: str) -> None:
+    """The lock is held; a call of another kind waits in line, and behind it the newest."""
+    cli.hold(name)
+    cli.park(name)
+    cli.park(name, generation=cli.publish(name).generation, task_id="t-2")
+
+
+def behind(cli: Stage, name: str) -> None:
+    """The lock is held, an older call waits in line, and the newest one has not been received."""
+    cli.hold(name)
+    cli.park(name, generation=cli.publish(name, "t-1").generation, task_id="t-1")
+    cli.publish(name)
+
+
+NEWEST_SCENES: dict[str, Callable[[Stage, str], Any]] = {
+    "quiet": lambda cli, name: None,
+    "held": lambda cli, name: cli.hold(name),
+    "one queued": lambda cli, name: cli.publish(name),
+    "due": lambda cli, name: (cli.publish(name), cli.pass_time(310, name)),
+    "burst": burst,
+    "too long": lambda cli, name: (burst(cli, name), cli.pass_time(110, name)),
+    "second": second,
+    "just started": lambda cli, name: cli.end(name, cli.publish(name)),
+    "quiet again": lambda cli, name: (cli.end(name, cli.publish(name)), cli.pass_time(310, name)),
+    "parked": parked,
+    "behind": behind,
+}
+
+
+@pytest.mark.parametrize(
+    ("scene", "task", "answer", "says"),
+    [
+        ("quiet", "newest", "Yes", [r"its lock is free\."]),
+        ("quiet", "saved", "No", [DEBOUNCED, BOUND.format(LATEST), r"  Its lock is free\."]),
+        ("quiet", "leading", "Yes", [r"its lock is free\."]),
+        ("one queued", "newest", "Yes", [r"its lock is free\.", REPLACED.format(PASSED, ""), EQUAL]),
+        (
+            "one queued", "saved", "No",
+            [DEBOUNCED, BOUND.format(NEARLY), r"  Its lock.*", REPLACED.format(DUE, "")],
+        ),
+        ("due", "saved", "No", [r".* wait 4 min \d+ s .*", r".*", r".*", REPLACED.format(PASSED, "")]),
+        (
+            "burst", "saved", "No",
+            [
+                r"a new call would wait 1 min \d+ s for newer ones \(debounce=300\)\.",
+                BOUND.format(r"1 min \d+ s"),
+                r"  Its lock is free\.",
+                REPLACED.format(r"due in 1 min \d+ s", ""),
+                r"  Superseded since the last start: 2 older calls\.",
+            ],
+        ),
+        (
+            "too long", "saved", "Yes",
+            [r"its lock is free\.", REPLACED.format(PASSED, ""), r"  Superseded since .* 2 older calls\."],
+        ),
+        (
+            "second", "leading", "No",
+            [DEBOUNCED, r".*", r"  Its lock is free\.", REPLACED.format(DUE, LEADING)],
+        ),
+        ("just started", "leading", "No", [DEBOUNCED, BOUND.format(LATEST), r"  Its lock is free\."]),
+        ("quiet again", "leading", "Yes", [r"its lock is free\."]),
+        (
+            "held", "leading", "No",
+            [r"its lock is held\.", *[r".*"] * 5, r"  A call now would wait in line, at place 1 .*"],
+        ),
+        (
+            "parked", "newest", "No",
+            [
+                r"its lock is held\.",
+                *[r".*"] * 5,
+                r"  1 call in line before it\.",
+                r"  A call now would wait in line, at place 2 \(on_conflict='auto'\)\.",
+                r"  t-2 waits in line, at place 2; a new call would replace it\.",
+                EQUAL,
+            ],
+        ),
+        (
+            "behind", "newest", "No",
+            [
+                r"its lock is held\.",
+                *[r".*"] * 5,
+                r"  A call now would wait in line, at place 1 \(on_conflict='auto'\)\.",
+                REPLACED.format(PASSED, ""),
+                EQUAL,
+                r"  Superseded since the last start: 1 older call\.",
+            ],
+        ),
+        (
+            "held", "saved", "No",
+            [
+                DEBOUNCED, BOUND.format(LATEST), r"  Its lock is held\.", *[r".*"] * 5,
+                r"  If that is still so when it is due, it would wait in line, at place 1 \(on_conf.*\)\.",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_why_says_whether_a_call_that_replaces_older_ones_would_run(cli, scene, task, answer, says):
+    """How long it would wait at least and at most, and which call it would replace, due when."""
+    NEWEST_SCENES[scene](cli, task)
+    result = ask("why", TASK + task, "7", ends=int(answer == "No"))
+    lines = result.stdout.removeprefix(f"{answer}: ").splitlines()
+    assert len(lines) == len(says) + 1, result.stdout
+    for line, expected in zip(lines, says):
+        assert re.fullmatch(expected, line), line
+
+
+@pytest.mark.parametrize("scene", sorted(set(NEWEST_SCENES) - {"held", "parked", "behind"}))
+@pytest.mark.parametrize("task", ["newest", "saved", "leading"])
+def test_why_says_that_a_call_waits_as_long_as_its_publisher_finds(cli, task, scene):
+    """The script decides how long; `why` says no other time, and yes where it is none."""
+    NEWEST_SCENES[scene](cli, task)
+    began = time.monotonic()
+    said = ask("why", TASK + task, "7")
+    waits_s = cli.reserve(task, "t-3").wait_s
+    passed_s = time.monotonic() - began
+    found = re.match(r"No: a new call would wait (\d+) min (\d+) s", said.stdout)
+    assert (found is None) == (said.exit_code == 0) == (waits_s == 0.0)
+    assert found is None or -1 < 60 * int(found[1]) + int(found[2]) - waits_s < passed_s + 1
+
+
 def untimed(line: str) -> str:
     """A line without its durations, which pass."""
     return re.sub(r"(?:[\d.]+ (?:s|min|h)\b ?)+", "T ", line)
@@ -668,7 +877,7 @@ def test_why_json_says_the_same(cli, scene):
     assert untimed(answer["reason"]) == untimed(told.stdout.splitlines()[0].partition(": ")[2])
     shown = [line[2:] for line in told.stdout.splitlines()[1:-1]]
     assert [untimed(line) for line in answer["details"]] == [untimed(line) for line in shown]
-    more = {"runs", "reason", "details", "mark", "mark_lapses_in_s", "done", "done_counts_for_s"}
+    more = {"runs", "reason", "details", *OF_NEWEST, "mark", "mark_lapses_in_s", "done", "done_counts_for_s"}
     assert set(answer) == more | set(ask_json("show", cli.key("pending"))) - SHOWN_MORE
     assert documented_fields("why --json") == more
     assert answer["key"] == cli.key("pending")
@@ -792,6 +1001,8 @@ def test_release_of_a_free_lock_ends_with_1(cli):
     assert ask("release", key).stderr == f"Nothing to release: {key} is free.\n"
     cli.queue("pending")
     assert "A call is queued, as t-2" in ask("release", key, ends=1).stderr
+    cli.publish("newest", "t-4")
+    assert "A call is queued, as t-4" in ask("release", cli.key("newest"), ends=1).stderr
 
 
 def test_release_touches_no_key_that_is_no_lock(cli, locks):
@@ -824,6 +1035,29 @@ def test_release_of_marks_frees_those_of_the_task(cli, locks, caplog):
     result = ask("release", "--queued", "--task", TASK + "crowd_two", "--yes", ends=0)
     assert "1 mark of tests.cliapp.crowd_two was freed by hand" in caplog.text
     assert "tests.cliapp.crowd_one share its scope, so their calls are included." in result.stdout
+
+
+def test_release_of_marks_has_the_newest_call_count_as_started(cli, caplog):
+    """Its like is no duplicate any more, nor is a call that waits replaced by it; a mark goes as well."""
+    purged = cli.publish("newest")
+    cli.queue("newest", 8)
+    cli.queue("newest", 7)  # of a release that did not replace
+    command = ("release", "--queued", "--task", TASK + "newest")
+    result = ask(*command, "--yes", ends=0)
+    assert "2 calls of tests.cliapp.newest are marked as queued, such as t-2.\n" in result.stdout
+    assert "3 marks of tests.cliapp.newest were freed by hand" in caplog.text
+    assert ask(*command, "--yes", ends=1).stderr.startswith("Nothing to free: no call of")
+    assert cli.publish("newest").generation > purged.generation
+
+
+def test_release_of_marks_leaves_a_call_that_has_come_meanwhile(cli, meanwhile):
+    """Only what was shown counts as started."""
+    cli.publish("newest", "t-2")
+    meanwhile(lambda: cli.publish("newest", "t-3"))
+    result = ask("release", "--queued", "--task", TASK + "newest", ends=0)
+    assert "such as t-2" in result.stdout
+    (row,) = ask_json("list", "--queued")
+    assert row["task_id"] == "t-3"
 
 
 def test_release_of_done_calls_forgets_those_of_the_task(cli, locks, caplog):
@@ -1319,7 +1553,8 @@ def test_table_keeps_what_matters_and_cuts_the_rest(room, gone, cut):
 @pytest.mark.parametrize("room", [0, *range(10, 200, 7)])
 def test_table_is_never_wider_than_its_room(room):
     """However little that is; COLUMNS=0 is no reason to hang."""
-    marks = [["proj.billing.reindex", "in 1 h 9 min", str(uuid.uuid4()), "t:{proj.billing.reindex:d66aba8f}"]]
+    key = "t:{proj.billing.reindex:d66aba8f}"
+    marks = [["proj.billing.reindex", "in 4.1 s", "12", "in 1 h 9 min", str(uuid.uuid4()), key]]
     for columns, rows in ((COLUMNS, ROWS), (MARK_COLUMNS, marks)):
         assert 0 < max(map(screen._width, table(columns, rows, room))) <= max(room, 1)
 

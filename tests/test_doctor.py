@@ -24,7 +24,8 @@ from celery_setnx.doctor.app import Finding
 from celery_setnx.doctor.server import clock_of, examine
 from celery_setnx.doctor.trial import trial_name
 from celery_setnx.lock.line import LineEntry, park
-from celery_setnx.lock.marks import Mark, mark_all
+from celery_setnx.lock.marks import Mark, free_all, mark_all
+from celery_setnx.lock.newest import Debounce, Reservation, Wanted, replace_all, reserve_all
 from celery_setnx.lock.record import Terms
 from celery_setnx.testing import pass_time
 from examples.embedded import EmbeddedServer
@@ -476,6 +477,17 @@ def test_marks_are_counted_and_how_to_free_them_is_said(app, locks):
     )
     found = finding(app, "marks", "note", do="release --queued --task")
     assert re.match(r"Calls marked as queued: 3; the last mark lapses in 1(50|49) min\.", found.what)
+
+
+def test_newest_calls_that_are_queued_are_counted_as_marks(app, locks):
+    """As long as they have not started."""
+    wanted = [Wanted(f"setnx:{{a:{n}}}", f"t-{n}", "") for n in range(3)]
+    reserved = reserve_all(locks, wanted, debounce=Debounce(), remember=9000)
+    sent = [one for one in reserved if isinstance(one, Reservation)]
+    assert replace_all(locks, sent, 9000) == [None] * 3
+    assert free_all(locks, [Mark(sent[0].key, "t-0", sent[0].generation)]) is None
+    found = finding(app, "marks", "note", do="release --queued --task")
+    assert re.match(r"Calls marked as queued: 2; the last mark lapses in 1(50|49) min\.", found.what)
 
 
 @pytest.mark.parametrize("name", ["setnx:{examined.work}", "setnx:{a'; touch /tmp/owned; '}"])

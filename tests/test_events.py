@@ -16,7 +16,7 @@ from celery.events.state import State
 
 from celery_setnx.run import events
 from tests.harness import wait_until
-from tests.test_signals import apart, scenes, watched
+from tests.test_signals import TASK_OF, WORK, apart, scenes, watched
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,7 @@ EVENTS = {
     "take_over": ["task-lock-taken-over"],
     "lose": ["task-lock-lost"],
     "lapse": ["task-lock-lapsed"],
+    "supersede": ["task-lock-superseded"],
     "free": ["task-lock-freed"],
 }
 COMMON = {
@@ -52,6 +53,7 @@ FIELDS = {
     "task-lock-woken": {"waited_s"},
     "task-lock-taken-over": {"holder", "fence"},
     "task-lock-lapsed": {"marked_by"},
+    "task-lock-superseded": {"superseded_by"},
     "task-lock-lost": {"fence", "reason"},
     "task-lock-freed": {"fence", "outcome", "held_s"},
 }
@@ -119,8 +121,7 @@ def test_events_are_sent_in_order_with_plain_values(watched, ear, scenes, scene,
     for event in ear.of(call.id):
         assert event["type"] in expected
         assert set(event) == COMMON | FIELDS[event["type"]]
-        task = "marked" if scene == "lapse" else "work"
-        about = (scenes.key, f"{watched.name}@test", f"tests.watchapp.{task}")
+        about = (scenes.key, f"{watched.name}@test", TASK_OF.get(scene, WORK))
         assert (event["key"], event["hostname"], event["name"]) == about
         assert event["about"] == scenes.about
         if event["type"] == "task-lock-conflict":

@@ -26,7 +26,7 @@ from celery_setnx.lock.record import Holder
 from celery_setnx.lock.survey import survey
 from celery_setnx.metrics import FIGURES
 from tests.harness import Worker, age, wait_until
-from tests.test_signals import MARKED, WORK, apart
+from tests.test_signals import MARKED, NEWEST, WORK, apart
 from tests.topologies.servers import free_port
 
 __all__ = ["apart"]  # a fixture
@@ -118,11 +118,12 @@ def send_each(app: Celery) -> None:
     signals.lock_lost.send(**about, fence=1, reason="gone")
     signals.uniqueness_lapsed.send(**about, marked_by=None)
     signals.call_deduplicated.send(**about, state="queued")
+    signals.call_superseded.send(**about, superseded_by="2")
     signals.lock_released.send(**about, fence=1, outcome="released", held_s=2.0)
     signals.lock_released.send(**about, fence=None, outcome="freed", held_s=None)
 
 
-ONCE = ("acquired_total", "taken_over_total", "lost_total", "lapsed_total")
+ONCE = ("acquired_total", "taken_over_total", "lost_total", "lapsed_total", "superseded_total")
 LABELLED = [("conflicts", "skip"), ("duplicates", "queued"), ("released", "released"), ("released", "freed")]
 EACH = {
     **{(name, "shop.settle"): 1 for name in (*ONCE, "wait_seconds_count", "hold_seconds_count")},
@@ -133,21 +134,22 @@ EACH = {
 
 def test_scrape_of_a_prefork_worker_counts_exactly_what_happened(measured, scene):
     """The sum of its processes over HTTP; of a retry that comes back, every conflict."""
-    for name in ("skip", "skip", "wait", "fail", "take_over", "lose", "lapse"):
+    for name in ("skip", "skip", "wait", "fail", "take_over", "lose", "lapse", "supersede"):
         scene(name)
-    released = {("released_total", MARKED, "released"): 1, ("released_total", WORK, "released"): 6}
+    released = {("released_total", task, "released"): n for task, n in ((MARKED, 1), (NEWEST, 1), (WORK, 6))}
     found = measured.wait_for(released)
     times = [name for name in found if name[0].endswith("_seconds_sum")]
     assert all(found.pop(name) >= 0 for name in times)
     # Acquired by four holders, the woken one, the one that took over, and the one that lost.
     of_work = {"acquired_total": 7, "taken_over_total": 1, "lost_total": 1, "wait_seconds_count": 7}
-    of_marked = {"acquired_total": 1, "lapsed_total": 1, "wait_seconds_count": 1, "hold_seconds_count": 1}
+    once = {"acquired_total": 1, "wait_seconds_count": 1, "hold_seconds_count": 1}
     assert found == {
         **{(name, WORK): count for name, count in of_work.items()},
-        **{(name, MARKED): count for name, count in of_marked.items()},
+        **{(name, task): count for name, count in once.items() for task in (MARKED, NEWEST)},
+        ("lapsed_total", MARKED): 1,
+        ("superseded_total", NEWEST): 1,
         **{("conflicts_total", WORK, policy): n for policy, n in (("skip", 2), ("wait", 1), ("raise", 1))},
-        ("released_total", WORK, "released"): 6,
-        ("released_total", MARKED, "released"): 1,
+        **released,
         ("hold_seconds_count", WORK): 6,
     }
 

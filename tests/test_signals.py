@@ -90,6 +90,8 @@ def test_every_place_that_sends_a_signal_gives_its_arguments():
         ("fail", ["lock_conflict"]),
         ("take_over", ["lock_taken_over", "lock_acquired", "lock_released"]),
         ("lose", ["lock_acquired", "lock_lost"]),
+        ("supersede", ["call_superseded"]),
+        ("supersede_in_line", ["lock_conflict", "lock_waiting", "call_superseded"]),
         ("lapse", ["lock_acquired", "uniqueness_lapsed", "lock_released"]),
         ("free", ["lock_acquired", "lock_released"]),
     ],
@@ -170,7 +172,9 @@ def test_fan_out_tells_every_duplicate_in_one_line(apart, journal, caplog):
 
 ABOUT_ONE = re.compile(r"^(self|order|key|plain|before)$|\b(call|key|task_id)$")
 EVENT = re.compile(r'\bfields\(\s*"(\w+)"')
-WORK, MARKED = "tests.watchapp.work", "tests.watchapp.marked"
+WORK, MARKED, NEWEST = (f"tests.watchapp.{name}" for name in ("work", "marked", "newest"))
+TASK_OF = {"lapse": MARKED, "supersede": NEWEST, "supersede_in_line": NEWEST}
+"""The task of a scene, if it is not `work`."""
 COMES_BACK = "INFO Task {celerys} retry: {key} is held by {holder}; tries again in {s} s (wait %s)"
 SCENES = {
     "skip": "INFO Skipped {call}: {key} is held by {holder}.",
@@ -193,17 +197,23 @@ SCENES = {
         "WARNING {call} started after its mark was gone: a duplicate may be queued (key {key}). Each runs "
         "under its lock. If calls wait in the queue for longer than queue_lease, make that longer."
     ),
+    "supersede": "INFO Skipped {call}: a newer call has replaced it, task {id} (key {key}).",
+    "supersede_in_line": (
+        "INFO {call} waits in line, at place 1: {key} is held by {holder}.\n"
+        "INFO Skipped {call}: a newer call has replaced it, task {id} (key {key})."
+    ),
     "fail": "INFO Task {celerys} raised expected: AlreadyRunning({any}{holder}{any}",
     "free": "WARNING {call} died with its process {pid}; its lock {key} is freed.",
 }
 PATTERNS = {
     "holder": (
-        rf"{re.escape(WORK)}\(name='gated-\d+'\)\[[-0-9a-f]{{36}}\] on w\d+@test \(pid \d+\), "
+        r"tests\.watchapp\.(?:work|newest)\(name='gated-\d+'\)\[[-0-9a-f]{36}\] on w\d+@test \(pid \d+\), "
         r"running since .{19} UTC"
     ),
     "when": r".{19} UTC",
     "s": r"\d+\.\d",
     "any": ".*",
+    "id": "[-0-9a-f]{36}",
     "pid": r"\d+",
 }
 
@@ -219,7 +229,7 @@ def pattern(text: str, **of_call: str) -> str:
 def test_each_event_is_one_line_with_task_id_key_and_holder(watched, scenes, scene):
     """INFO for what a policy does, WARNING for what nobody asked for; nothing twice, and no traceback."""
     call = getattr(scenes, scene)()
-    name = MARKED if scene == "lapse" else WORK
+    name = TASK_OF.get(scene, WORK)
     expected = SCENES[scene].splitlines()
 
     def found() -> list[str]:

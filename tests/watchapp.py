@@ -14,10 +14,11 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from celery_setnx import SetnxLock, SingletonTask, metrics, signals
+from celery_setnx.lock.look import look
 from celery_setnx.lock.marks import Mark
 from celery_setnx.lock.record import task_token
 from tests.app import body, journal, make_app
-from tests.harness import age
+from tests.harness import age, wait_until
 
 SIGNALS = {name: value for name, value in vars(signals).items() if isinstance(value, Signal)}
 
@@ -55,6 +56,12 @@ def work(name: str) -> str:
 @app.task(base=SingletonTask, singleton={"key": "name", "dedupe": "until_started"})
 def marked(name: str) -> str:
     """At most one is queued."""
+    return body(name)
+
+
+@app.task(base=SingletonTask, singleton={"key": "name", "dedupe": "until_started", "on_duplicate": "replace"})
+def newest(name: str, version: int = 0) -> str:
+    """The newest one runs."""
     return body(name)
 
 
@@ -163,6 +170,30 @@ class Scenes:
             connection.default_channel.client.rpoplpush("aside", self._queue)
         self.end(call)
         return call
+
+    def supersede(self) -> Any:
+        """A call is received after a newer one was sent."""
+        old, new = (newest.apply_async([self._name, n], queue="aside") for n in range(2))
+        self.key = newest.lock_key(self._name)
+        wait_until(lambda: look(self._locks, self.key).queued == new.id, "the newer call counts")
+        with app.connection_for_write() as connection:
+            for _ in range(2):
+                connection.default_channel.client.rpoplpush("aside", self._queue)
+        old.get(timeout=60)
+        self.end(new)
+        return old
+
+    def supersede_in_line(self) -> Any:
+        """A call waits in line, and a newer one comes to wait there."""
+        self.key = newest.lock_key(self._name)
+        first = newest.apply_async([self._name, 0], queue=self._queue)
+        journal.wait_for("start", task_id=first.id)
+        old = newest.apply_async([self._name, 1], queue=self._queue)
+        self._saw(old, "lock_waiting")
+        new = newest.apply_async([self._name, 2], queue=self._queue)
+        old.get(timeout=60)
+        self.end(first, new)
+        return old
 
     def free(self) -> Any:
         """The process of a running call is killed."""

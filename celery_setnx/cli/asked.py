@@ -113,7 +113,7 @@ def look_at(app: Celery, key: str, guard: Guard | None = None) -> Sighting:
     if guard is not None:
         options = guard.options
         is_asked = options.dedupe and not options.replaces  # what an equal call is, only a publisher knows
-        asked = {"terms": options.terms, "dedupe": options.asks if is_asked else ""}
+        asked |= {"terms": options.terms, "dedupe": options.asks if is_asked else ""}
     client = client_for(app)
     try:
         seen = look(client, key, **asked)

@@ -124,10 +124,17 @@ def free_marks(app: Celery, task: str, *, yes: bool) -> None:
     say("  A call that is still queued runs all the same, but may be published a second time.")
     _say_who_shares(app, task)
     _ask("Free the marks?", "Not freed.", yes=yes)
-    marks = [Mark(one.key, str(one.queued), one.newest.generation if one.newest else 0) for one in shown]
+    marks = [mark for one in shown for mark in _marks(one)]
     count = _counted(marks, lambda some: free_each(client_for(app), some))
     freed = _noted(app, count, "mark", task, "freed")
     say(f"Freed {freed} of {task}.")
+
+
+def _marks(sighting: Sighting) -> list[Mark]:
+    """What says that a call is queued: the newest one, which then counts as started, and the mark."""
+    key, newest = sighting.key, sighting.newest
+    found = [Mark(key, newest.task_id, newest.generation)] if newest else []
+    return [*found, Mark(key, sighting.mark)] if sighting.mark else found
 
 
 def forget_done_of(app: Celery, task: str, *, yes: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.names import permit_names
-from celery_setnx.lock.newest import Newest
+from celery_setnx.lock.newest import Debounce, Newest, at_most_s, wait_s
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.takeover import TakeOver
@@ -176,13 +176,16 @@ def worst_first(sighting: Sighting) -> tuple[bool, int, float]:
 def mark_cells(sighting: Sighting) -> list[str]:
     """A mark as the cells of a table, one for each of `MARK_COLUMNS`."""
     newest, lapses = sighting.newest, f"in {span(sighting.queued_for_s)}"
-    due, replaced = (_due(newest), str(newest.superseded)) if newest else ("-", "-")
-    return [sighting.scope, due, replaced, lapses, str(sighting.queued), sighting.key]
+    due, superseded = (_due(newest), str(newest.superseded)) if newest else ("-", "-")
+    return [sighting.scope, due, superseded, lapses, str(sighting.queued), sighting.key]
 
 
 def _due(newest: Newest) -> str:
-    """When a call that waits for newer ones may start."""
-    return f"in {span(newest.due_in_s)}" if newest.due_in_s else "now"
+    """When a call that replaces older ones may start, or since when it may."""
+    due_in_s = newest.due_in_s
+    if due_in_s is None:
+        return "-"
+    return f"in {span(due_in_s)}" if due_in_s > 0 else f"{span(-due_in_s)} ago"
 
 
 def done_cells(sighting: Sighting) -> list[str]:
@@ -258,15 +261,22 @@ def page(details: Mapping[str, Any], sighting: Sighting, about: str = "") -> Ite
         ago = span(sighting.server_time - take_over["at"])
         yield f"taken     over {ago} ago by {take_over['by']}"
         yield f"          from {take_over['holder'].get('description')}"
-    queued, newest = sighting.queued, sighting.newest
-    yield f"mark      {f'queued as {queued}, lapses in {span(sighting.queued_for_s)}' if queued else '-'}"
-    if newest:
-        yield f"newest    due {_due(newest)}; it has superseded {many(newest.superseded, 'older call')}"
+    mark = f"queued as {sighting.mark}, lapses in {span(sighting.mark_ends_s)}" if sighting.mark else "-"
+    yield f"mark      {mark}"
+    if sighting.newest:
+        yield f"newest    {_of_newest(sighting.newest)}"
     if details["done"]:
         yield f"done      as {details['done']}; duplicates for {span(details['done_counts_for_s'])} more"
     yield f"waiting   {sighting.waiting or '-'}"
     for waiter in details["line"]:
         yield f"          {waiter['place']}. {waiter['task_id']}, for {span(waiter['age_s'])}"
+
+
+def _of_newest(newest: Newest) -> str:
+    """What `show` says of a call that replaces older ones."""
+    due = f", due {_due(newest)}" if newest.due_in_s is not None else ""
+    superseded = f"{many(newest.superseded, 'older call')} superseded"
+    return f"queued as {newest.task_id}{due}; {superseded}; lapses in {span(newest.lapses_in_s)}"
 
 
 def _page_of(sighting: Sighting, holder: Holder | None) -> Iterator[str]:
@@ -305,25 +315,65 @@ def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, 
 def verdict(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
     """Whether a call would run now that is told this, and why, the main reason first."""
     own = sighting.within
-    runs, reasons = (False, _as_duplicate(options, own)) if sighting.duplicate else _as_call(options, own)
-    if options.debounce is not None:
-        runs, reasons = False, [_debounced(options, sighting), *reasons]
+    if sighting.duplicate:
+        runs, reasons = False, _as_duplicate(options, own)
+    elif waits_s := wait_s(_debounce(options), sighting.newest, sighting.quiet_s):
+        runs, reasons = False, _as_debounced(options, own, waits_s)
+    else:
+        runs, reasons = _as_call(options, own)
     return runs, [*reasons, *_replaced(options, sighting), *_deploy(sighting, options)]
 
 
-def _debounced(options: Options, sighting: Sighting) -> str:
-    """For how long a call would wait for newer ones."""
-    quiet_s = options.debounce or 0.0
-    return f"it would wait for newer calls, for {span(quiet_s)} (debounce)."
+def _debounce(options: Options) -> Debounce:
+    """How long calls with these options wait for newer ones."""
+    if options.debounce is None:
+        return Debounce()
+    return Debounce(options.debounce, options.debounce_max, options.debounce_leading)
+
+
+def _as_debounced(options: Options, sighting: Sighting, waits_s: float) -> list[str]:
+    """How long a call would wait for newer ones, and what it would meet after that."""
+    most_s = at_most_s(_debounce(options), sighting.newest)
+    _, (lock, *more) = _as_call(options, sighting, "If that is still so when it is due, it")
+    return [
+        f"a new call would wait {span(waits_s)} for newer ones (debounce={options.debounce:g}).",
+        f"However many follow, the newest is due in {span(most_s)} at the latest "
+        f"(debounce_max={options.debounce_max:g}).",
+        f"{lock[0].upper()}{lock[1:]}",
+        *more,
+    ]
 
 
 def _replaced(options: Options, sighting: Sighting) -> list[str]:
-    """Which call a new one would replace."""
+    """Which queued call a new one would replace, and when that one is due."""
     newest = sighting.newest
     if newest is None or not options.replaces:
         return []
-    more = f", which has replaced {many(newest.superseded, 'older call')}" if newest.superseded else ""
-    return [f"It would replace {newest.task_id}{more}; that one is due {_due(newest)}."]
+    place, due_in_s = _place_of_older(options, sighting), newest.due_in_s
+    if place and newest.parked_as == newest.task_id:
+        state = f"waits in line, at place {place}"
+    elif due_in_s is None:
+        state = "is queued"
+    elif due_in_s > 0:
+        state = f"is queued, and due in {span(due_in_s)}"
+    else:
+        state = f"is queued, and has been due for {span(-due_in_s)}"
+    unless = ", unless it need not wait (debounce_leading)" if options.debounce_leading else ""
+    lines = [f"{newest.task_id} {state}; a new call would replace it{unless}."]
+    if options.debounce is None:
+        lines.append(
+            f"An equal call would not be published: its caller would get the result of {newest.task_id}."
+        )
+    if newest.superseded:
+        lines.append(f"Superseded since the last start: {many(newest.superseded, 'older call')}.")
+    return lines
+
+
+def _place_of_older(options: Options, sighting: Sighting) -> int | None:
+    """The place in line of an older call, which a new one would have instead; None if none waits."""
+    parked_as = sighting.newest.parked_as if sighting.newest and options.replaces else ""
+    places = (waiter.place for waiter in sighting.waiters if waiter.task_id == parked_as)
+    return next(places, None) if parked_as else None
 
 
 def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:
@@ -338,21 +388,21 @@ def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:
     marked = [lapses] if sighting.duplicate == "queued" else []
     lasts = f"for {span(sighting.done_counts_for_s)} more " if sighting.duplicate == "done" else ""
     because = f"the same call {how}; {lasts}a new one would not be published."
-    return [because, _duplicate(options, original), *marked, *_who(sighting, options.limit)]
+    return [because, _duplicate(options, original), *marked, *_who(options, sighting)]
 
 
-def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
+def _as_call(options: Options, sighting: Sighting, call: str = "A call now") -> tuple[bool, list[str]]:
     """Whether a call would have the lock now, or a permit, by what it would be told."""
-    word, found, who = sighting.word, sighting.permit_holder, _who(sighting, options.limit)
-    in_line = _in_line_first(sighting)
+    word, found, who = sighting.word, sighting.permit_holder, _who(options, sighting)
+    in_line = _in_line_first(options, sighting)
     if word == "paced":
-        return False, _paced(options, sighting)
+        return False, _paced(options, sighting, call)
     if word == "refused":
         record = permit_names(sighting.key, sighting.permit)[1]
         because = f"another program has written {record}: each call fails with LockRefused."
         return False, [because, "If nobody needs that key, delete it.", *who]
     if word == "held":
-        reasons = [_held(options, sighting), *who, _on_conflict(options, sighting)]
+        reasons = [_held(options, sighting), *who, _on_conflict(options, sighting, call)]
         if sighting.next_start is not None:
             reasons.append(f"Its rate allows no start either: {of_starts(sighting)}.")
         return False, reasons
@@ -371,20 +421,31 @@ def _as_call(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
     return True, [f"{holder}'s lease ended {late} ago; the call takes over its {lock}.", *who]
 
 
-def _in_line_first(sighting: Sighting) -> list[str]:
+def _in_line_first(options: Options, sighting: Sighting) -> list[str]:
     """How many calls have their turn before any other."""
-    come = "comes" if sighting.waiting == 1 else "come"
-    return [f"{many(sighting.waiting, 'call')} in line {come} first."] if sighting.waiting else []
+    before = _place(options, sighting) - 1
+    come = "comes" if before == 1 else "come"
+    return [f"{many(before, 'call')} in line {come} first."] if before else []
 
 
-def _paced(options: Options, sighting: Sighting) -> list[str]:
+def _in_line_before(options: Options, sighting: Sighting) -> list[str]:
+    """How many calls have their turn before a new one."""
+    before = _place(options, sighting) - 1
+    return [f"{many(before, 'call')} in line before it."] if before else []
+
+
+def _place(options: Options, sighting: Sighting) -> int:
+    """The place in line that a new call would have."""
+    return _place_of_older(options, sighting) or sighting.waiting + 1
+
+
+def _paced(options: Options, sighting: Sighting, call: str) -> list[str]:
     """Why a call would not run that could have the lock, or a permit."""
     next_start_s, starts = _next_start_s(sighting), f"{sighting.started} of {sighting.asked.pace}"
-    before = [f"{many(sighting.waiting, 'call')} in line before it."] if sighting.waiting else []
     return [
         f"its rate allows the next start in {span(next_start_s)} (starts: {starts}).",
-        *before,
-        _on_conflict(options, sighting, next_start_s),
+        *_in_line_before(options, sighting),
+        _on_conflict(options, sighting, call, next_start_s),
     ]
 
 
@@ -482,13 +543,13 @@ def _where(holder: Holder | None) -> str:
     return f"{where} (pid {holder and holder.pid})" if where else "-"
 
 
-def _who(sighting: Sighting, limit: int = 1) -> list[str]:
+def _who(options: Options, sighting: Sighting) -> list[str]:
     """Who is in the way, since when, until when, and whether that process lives."""
     holder = sighting.holder
     if holder is None:
         return []
-    line = [f"{many(sighting.waiting, 'call')} in line before it."] if sighting.waiting else []
-    if limit > 1:
+    line = _in_line_before(options, sighting)
+    if options.limit > 1:
         each = sorted(sighting.of_each(), key=_ends)
         more = len(each) - _SHOWN
         others = [f"{many(more, 'more holder')}: see celery setnx show."] if more > 0 else []
@@ -561,11 +622,11 @@ def _duplicate(options: Options, task_id: str) -> str:
     return f"The caller would get the result of {task_id} (on_duplicate='return')."
 
 
-def _on_conflict(options: Options, sighting: Sighting, in_s: float | None = None) -> str:
+def _on_conflict(options: Options, sighting: Sighting, call: str, in_s: float | None = None) -> str:
     """What becomes of a call that meets this lock; `in_s`: seconds until the next start, if it is paced."""
     policy = options.on_conflict
     if callable(policy):
-        return f"A call now would do what its on_conflict decides: {_name(policy)}."
+        return f"{call} would do what its on_conflict decides: {_name(policy)}."
     also = ""
     if policy == "auto" and options.may_wait:
         policy = "wait"
@@ -574,8 +635,8 @@ def _on_conflict(options: Options, sighting: Sighting, in_s: float | None = None
     if options.max_wait is not None and policy in ("retry", "wait", "join"):
         also = f"; after {options.max_wait:g} s it fails with LockTimeout"
     first = f"{options.retry_delay:g} s" if options.retry_delay >= (in_s or 0.0) else span(in_s)
-    text = _ON_CONFLICT[policy].format(options=options, place=sighting.waiting + 1, first=first)
-    return f"A call now {text}{also} (on_conflict={options.on_conflict!r})."
+    text = _ON_CONFLICT[policy].format(options=options, place=_place(options, sighting), first=first)
+    return f"{call} {text}{also} (on_conflict={options.on_conflict!r})."
 
 
 def _name(function: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil
@@ -14,7 +14,7 @@ from celery import Celery, Task
 from celery_setnx.address import scheme_of
 from celery_setnx.call.back import result_tells, results_kept_s, visibility_timeout_s
 from celery_setnx.call.guard import Guard, guard_of
-from celery_setnx.call.marking import refuse_long_debounce
+from celery_setnx.call.marking import refuse_long_debounce, refuse_times
 from celery_setnx.call.queues import is_fanout, is_reached, own_queue
 from celery_setnx.connection import backend_url, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
@@ -73,6 +73,7 @@ def check_tasks(app: Celery) -> list[Finding]:
     guarded = guarded_tasks(app)
     for task, guard in guarded:
         found += _task_findings(app, task, guard)
+        found += _newest_findings(app, task, guard)
         found += _queue_findings(app, task)
         found += _redelivery_findings(app, task, guard)
         found += _end_findings(task)
@@ -157,10 +158,6 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
         guard.check_backend(guard.options)
     except OptionError as error:
         yield fail("join", sentence(error), "Workers of this app do not start.")
-    try:
-        refuse_long_debounce(app, task.name, guard.options)
-    except OptionError as error:
-        yield fail("debounce", sentence(error), "Workers of this app do not start.")
     if next(iter(guard.signature.parameters), None) == "self":
         yield warn(
             "bind",
@@ -191,6 +188,27 @@ def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
             "After that a second call may run at the same time.",
             "Set the task's time_limit to at_most_for or less.",
         )
+
+
+def _newest_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
+    """Times that a call may not have which replaces those before it."""
+    try:
+        refuse_long_debounce(app, task.name, guard.options)
+    except OptionError as error:
+        yield fail("debounce", sentence(error), "Workers of this app do not start.")
+    if not guard.options.replaces:
+        return
+    try:
+        refuse_times(guard, {}, task.expires)
+    except OptionError as error:
+        yield fail("debounce", sentence(error), "Each call is refused when it is published.")
+    entries = app.conf.beat_schedule
+    for name, entry in entries.items() if isinstance(entries, Mapping) else ():
+        told = entry if isinstance(entry, Mapping) else {}
+        try:
+            refuse_times(guard, told.get("options") or {} if told.get("task") == task.name else {})
+        except OptionError as error:
+            yield fail("debounce", f"In beat_schedule {name!r}: {sentence(error)}", "Beat cannot send it.")
 
 
 def _queue_findings(app: Celery, task: Task) -> Iterator[Finding]:
@@ -325,6 +343,8 @@ def _useless(task: Task, options: Options) -> Iterator[tuple[str, str]]:
     may_skip = options.dedupe == "until_started" or options.dedupe_for  # what nobody asked when it was sent
     if policy in ("retry", "wait", "join", "raise") and not may_skip:
         yield "skip_result", f"on_conflict={policy!r} does not skip"
+    if not options.replaces:
+        yield "debounce_max", "without debounce or on_duplicate='replace' no call waits for a newer one"
     if not options.dedupe:
         yield "on_duplicate", "without dedupe there is no duplicate"
         if not options.hold_on_retry and policy not in ("wait", "join") and not callable(policy):

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.names import names_to_look_at, other_permits, scope_and_digest
-from celery_setnx.lock.newest import Newest, newest_of
+from celery_setnx.lock.newest import Newest, newest_of, quiet_s
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, holder_of, parse_terms, task_of
 from celery_setnx.lock.scripts import Script, texts_of
@@ -44,6 +44,8 @@ class Sighting(NamedTuple):
         done: Token of the run that has succeeded and counts for its `dedupe_for`; None if none does.
         done_counts_for_s: Seconds for which it counts still; None if there is none.
         newest: What is known of the newest call, which replaces the others; None if nothing is.
+        quiet_s: Seconds since a call that replaces others was published; 0 while one is being sent, None if
+            none is known.
         permits: How many permits it has, or had before its limit was lowered.
         holders: Who has its permits, or had them until their deadlines, by number.
         left: Who had the other permits: known for a minute after a release, and if somebody has deleted the
@@ -68,6 +70,7 @@ class Sighting(NamedTuple):
     done: str | None = None
     done_counts_for_s: float | None = None
     newest: Newest | None = None
+    quiet_s: float | None = None
     permits: int = 1
     holders: tuple[Holder, ...] = ()
     left: tuple[Holder, ...] = ()
@@ -305,6 +308,7 @@ def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnava
         done=done,
         done_counts_for_s=max(0, done_ms) / 1000 if done is not None else None,
         newest=newest_of(newest, now, max(0, newest_ms) / 1000),
+        quiet_s=quiet_s(newest, now),
         permits=count,
         holders=tuple(holder for holder in holders if holder.raw[0] is not None),
         left=tuple(holder for holder in holders if holder.raw[0] is None),

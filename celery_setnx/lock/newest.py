@@ -127,16 +127,20 @@ class Newest(NamedTuple):
     Attributes:
         task_id: Its id.
         generation: Its number.
-        due_in_s: Seconds until it may start; 0 if it need not wait, or that is over.
+        due_in_s: Seconds until it may start, negative once it may; None if that is not known.
         superseded: How many older calls it and those before it have replaced since the last start.
         lapses_in_s: Seconds for which this is known.
+        pending_s: Seconds since a call was sent, and none has started; None if that is not known.
+        parked_as: Id of the call of this key that stands in line, or stood there; empty if none did.
     """
 
     task_id: str
     generation: int
-    due_in_s: float
+    due_in_s: float | None
     superseded: int
     lapses_in_s: float
+    pending_s: float | None = None
+    parked_as: str = ""
 
 
 _NUMBERS = 8  # at the beginning of what is known (lua/newest.lua)
@@ -144,13 +148,42 @@ _NUMBERS = 8  # at the beginning of what is known (lua/newest.lua)
 
 def newest_of(text: str | None, now: float, lapses_in_s: float) -> Newest | None:
     """The newest call, as lua/newest.lua has it; None if it has started, or none is known."""
-    words = (text or "").split("\n")
-    if len(words) != _NUMBERS + 3 or not all(word.isdecimal() for word in words[:_NUMBERS]):
-        return None
-    _, settled, started, _, _, due_us, superseded, _ = map(int, words[:_NUMBERS])
+    words = _words(text)
+    _, settled, started, first_us, _, due_us, superseded, _ = map(int, words[:_NUMBERS] or "0" * _NUMBERS)
     if settled <= started:
         return None
-    return Newest(words[-1], settled, max(0.0, due_us / US - now), superseded, lapses_in_s)
+    due_in_s = due_us / US - now if due_us else None
+    pending_s = max(0.0, now - first_us / US) if first_us else None
+    return Newest(words[-1], settled, due_in_s, superseded, lapses_in_s, pending_s, words[_NUMBERS])
+
+
+def quiet_s(text: str | None, now: float) -> float | None:
+    """Seconds since a call of a key was published; 0 while one is being sent, None if none is known."""
+    words = _words(text)
+    if not words:
+        return None
+    reserved, settled, _, _, last_us, *_ = map(int, words[:_NUMBERS])
+    return 0.0 if reserved > settled else max(0.0, now - last_us / US)
+
+
+def wait_s(debounce: Debounce, newest: Newest | None, quiet_s: float | None) -> float:
+    """Seconds for which a call that is published now waits for newer ones, as lua/reserve.lua has it."""
+    if debounce.leads and newest is None and (quiet_s is None or quiet_s >= debounce.quiet_s):
+        return 0.0
+    return min(debounce.quiet_s, at_most_s(debounce, newest))
+
+
+def at_most_s(debounce: Debounce, newest: Newest | None) -> float:
+    """Seconds after which the newest call is due, however many are published until then."""
+    pending_s = newest.pending_s if newest else None
+    return max(0.0, debounce.most_s - (pending_s or 0.0))
+
+
+def _words(text: str | None) -> list[str]:
+    """The lines of what is known; none if it is not ours."""
+    words = (text or "").split("\n")
+    is_ours = len(words) == _NUMBERS + 3 and all(word.isdecimal() for word in words[:_NUMBERS])
+    return words if is_ours else []
 
 
 class Ending(NamedTuple):

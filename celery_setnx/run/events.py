@@ -120,6 +120,7 @@ _RELAYED: Mapping[Signal, tuple[str, _Send]] = {
     signals.lock_waiting: ("task-lock-waiting", _send),
     signals.lock_woken: ("task-lock-woken", _send),
     signals.lock_taken_over: ("task-lock-taken-over", _send),
+    signals.call_superseded: ("task-lock-superseded", _send),
     signals.uniqueness_lapsed: ("task-lock-lapsed", _send),
     signals.lock_lost: ("task-lock-lost", _send_apart),
     signals.lock_released: ("task-lock-freed", _send_apart),

@@ -50,6 +50,10 @@ def report(month): ...
 def reindex(name): ...
 
 
+@app.task(base=SingletonTask, singleton={"key": "page_id", "debounce": 5})
+def save(page_id, text): ...
+
+
 @app.task(base=SingletonTask, singleton={"rate": "10/m"})
 def notify(partner): ...
 
@@ -87,6 +91,7 @@ COMMANDS: list[Run | Elsewhere] = [
     # On the pages some of these are held, or marked: tests/test_cli.py has those.
     Run(_APP + r"show \w+\.sync 42", 0, "state +free"),
     Run(_APP + r"why \w+\.(sync 42|report 2026-10|reindex A|remind 42)", 0, "Yes"),
+    Run(_APP + r"why shop\.save 7", 1, r"No: a new call would wait 5\.0 s for newer ones \(debounce=5\)"),
     Run(_APP + r"release (setnx:\S+|KEY|shop\.sync 42 --force)", 1, "Nothing to release"),
     Run(_APP + r"release --queued --task shop\.reindex", 1, "Nothing to free"),
     Run(_APP + r"release --done (--task )?shop\.remind( 42)?", 1, "Nothing to forget"),

@@ -39,6 +39,10 @@ def report(month):
 def reindex(name): ...
 
 
+@app.task(base=SingletonTask, singleton={"debounce": 60, "debounce_max": 600})
+def rebuild(name): ...
+
+
 @app.task(base=SingletonTask, singleton={"rate": "10/m"})
 def notify(partner): ...
 
@@ -129,6 +133,10 @@ def _queue_is_purged(shop: Shop) -> None:
         assert client.delete("celery") == 1
 
 
+def _index_is_to_be_rebuilt(shop: Shop) -> None:
+    shop.publish('rebuild.delay("A")', 3)
+
+
 def _partner_is_notified(shop: Shop) -> None:
     shop.start_worker()
     shop.publish('notify.delay("partner")', 11)
@@ -155,6 +163,7 @@ STAGES: dict[str, Callable[[Shop], None]] = {
     "The holder is dead": _all_workers_die,
     "No worker consumes the queue": lambda shop: None,
     "Duplicate, and nothing is queued": _queue_is_purged,
+    "A newer call replaces it": _index_is_to_be_rebuilt,
     "A rate limit holds it back": _partner_is_notified,
     "Held for a retry": _charge_is_retried,
     "A foreign value": _key_is_set_by_hand,

@@ -161,6 +161,24 @@ def test_paced_lock_fits_a_narrow_terminal(narrow, cli):
     terminal.interrupt()
 
 
+def test_list_of_marks_fits_a_narrow_terminal(narrow, cli):
+    """When each call is due, how many it has superseded and when its mark lapses are whole."""
+    terminal, width, _height = narrow
+    cli.queue("pending")
+    cli.publish(task_id=ID)
+    cli.publish(task_id=ID)
+    terminal.run("list", "--queued")
+    screen = terminal.shows("2 marks under t:{...}. No room for KEY", "code=0")
+    heading, mark, newest, *_ = screen.splitlines()
+    assert heading.split()[:4] == ["TASK", "DUE", "SUPERSEDED", "LAPSES"]
+    assert re.match(r"tests\.cliapp\.pending +- +- +in (10|9) min[ \w]*  t-2", mark), mark
+    assert re.match(rf"tests\.cliapp\.saved +in [45] min \d+ s +1 +in (10|9) min[ \w]*  {ID[:13]}", newest), (
+        newest
+    )
+    assert (ID in screen) == (width == 120)
+    assert max(map(len, screen.splitlines())) <= width
+
+
 def test_watch_fits_a_narrow_terminal(narrow, cli):
     """As many locks as there are lines, all that matters of each in full; trouble, then the longest line."""
     terminal, width, height = narrow
