@@ -29,7 +29,7 @@ from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, OptionError
 from celery_setnx.lock.marks import Mark, MarkReply, extend, grace_s
-from celery_setnx.lock.newest import Debounce, Reservation, Wanted, replace
+from celery_setnx.lock.newest import AT_ONCE, Debounce, Reservation, Wanted, replace
 from celery_setnx.lock.record import US
 from celery_setnx.log import say_loudly
 from celery_setnx.options import Options
@@ -146,9 +146,7 @@ class Replacing(Marking):
 
     def __init__(self, guard: Guard, options: Options, lease: float, **told: Any) -> None:
         super().__init__(guard, options, remember_s(guard.app, options), **told)
-        self._debounce = Debounce()
-        if options.debounce is not None:
-            self._debounce = Debounce(options.debounce, options.debounce_max, options.debounce_leading)
+        self._debounce = debounce_of(options)
 
     def delayed(self, call: Call, found: Found | None) -> tuple[Call, dict[str, Any]]:
         """By a countdown; on AMQP its worker has it wait in the broker, beside the queue that it came by."""
@@ -186,6 +184,13 @@ class Replacing(Marking):
         return None  # what is reserved, and not sent, replaces nothing
 
 
+def debounce_of(options: Options) -> Debounce:
+    """How long calls with these options wait for newer ones."""
+    if options.debounce is None:
+        return AT_ONCE
+    return Debounce(options.debounce, options.debounce_max, options.debounce_leading)
+
+
 def marking_of(options: Options) -> type[Marking]:
     """How calls with these options are marked."""
     return Replacing if options.replaces else Marking
@@ -209,7 +214,7 @@ def refuse_long_debounce(app: Celery, task: str, options: Options) -> None:
     if options.debounce is not None and limit_s is not None and options.debounce > limit_s / 4:
         raise OptionError(
             f"debounce of {task} is {options.debounce:g} s, and the broker delivers again after "
-            f"{limit_s:g} s (visibility_timeout): make it {limit_s / 4:g} s or less, or that longer"
+            f"{limit_s:g} s (visibility_timeout): make it {limit_s / 4:g} s or less, or raise that"
         )
 
 

@@ -18,6 +18,7 @@ from celery import Celery, Task
 from celery_setnx.address import masked
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.guard import Guard, guard_of
+from celery_setnx.call.marking import debounce_of
 from celery_setnx.connection import client_for, lock_url
 from celery_setnx.exceptions import (
     LockForbidden,
@@ -114,6 +115,7 @@ def look_at(app: Celery, key: str, guard: Guard | None = None) -> Sighting:
         options = guard.options
         is_asked = options.dedupe and not options.replaces  # what an equal call is, only a publisher knows
         asked |= {"terms": options.terms, "dedupe": options.asks if is_asked else ""}
+        asked["debounce"] = debounce_of(options)
     client = client_for(app)
     try:
         seen = look(client, key, **asked)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.names import permit_names
-from celery_setnx.lock.newest import Debounce, Newest, at_most_s, wait_s
+from celery_setnx.lock.newest import Newest
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.takeover import TakeOver
@@ -317,26 +317,20 @@ def verdict(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
     own = sighting.within
     if sighting.duplicate:
         runs, reasons = False, _as_duplicate(options, own)
-    elif waits_s := wait_s(_debounce(options), sighting.newest, sighting.quiet_s):
-        runs, reasons = False, _as_debounced(options, own, waits_s)
+    elif options.debounce is not None and sighting.waits_s:
+        runs, reasons = False, _as_debounced(options, own)
     else:
         runs, reasons = _as_call(options, own)
     return runs, [*reasons, *_replaced(options, sighting), *_deploy(sighting, options)]
 
 
-def _debounce(options: Options) -> Debounce:
-    """How long calls with these options wait for newer ones."""
-    if options.debounce is None:
-        return Debounce()
-    return Debounce(options.debounce, options.debounce_max, options.debounce_leading)
-
-
-def _as_debounced(options: Options, sighting: Sighting, waits_s: float) -> list[str]:
+def _as_debounced(options: Options, sighting: Sighting) -> list[str]:
     """How long a call would wait for newer ones, and what it would meet after that."""
-    most_s = at_most_s(_debounce(options), sighting.newest)
+    pending_s = sighting.newest.pending_s if sighting.newest else None
+    most_s = max(0.0, options.debounce_max - (pending_s or 0.0))
     _, (lock, *more) = _as_call(options, sighting, "If that is still so when it is due, it")
     return [
-        f"a new call would wait {span(waits_s)} for newer ones (debounce={options.debounce:g}).",
+        f"a new call would wait {span(sighting.waits_s)} for newer ones (debounce={options.debounce:g}).",
         f"However many follow, the newest is due in {span(most_s)} at the latest "
         f"(debounce_max={options.debounce_max:g}).",
         f"{lock[0].upper()}{lock[1:]}",

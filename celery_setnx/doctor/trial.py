@@ -40,7 +40,7 @@ from celery_setnx.lock.names import (
     successor_name,
     ticket_name,
 )
-from celery_setnx.lock.newest import Debounce, Reservation, Wanted, replace_all, reserve_all
+from celery_setnx.lock.newest import AT_ONCE, Reservation, Wanted, replace_all, reserve_all
 from celery_setnx.lock.receipt import has_receipt, write_receipt
 from celery_setnx.lock.record import ORIGINAL, task_token
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, reply_of_each, reply_to
@@ -178,9 +178,7 @@ def _try_marks(client: redis.Redis, key: str) -> None:
     for error in (marked, extend_all(client, [mark], [5.0]), free_all(client, [mark])):
         if isinstance(error, (LockUnavailable, LockRefused)):
             raise error
-    (reserved,) = reserve_all(
-        client, [Wanted(key, "check", "")], debounce=Debounce(), lease=5.0, remember=5.0
-    )
+    (reserved,) = reserve_all(client, [Wanted(key, "check", "")], debounce=AT_ONCE, lease=5.0, remember=5.0)
     if isinstance(reserved, Reservation):
         newest = Mark(key, "check", reserved.generation)
         for settled in (*replace_all(client, [reserved], 5.0), free_all(client, [newest])):

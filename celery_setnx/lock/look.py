@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
 from celery_setnx.lock.names import names_to_look_at, other_permits, scope_and_digest
-from celery_setnx.lock.newest import Newest, newest_of, quiet_s
+from celery_setnx.lock.newest import AT_ONCE, Debounce, Newest, newest_of
 from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, holder_of, parse_terms, task_of
 from celery_setnx.lock.scripts import Script, texts_of
@@ -16,7 +16,7 @@ WAITERS = 100
 """Of how many of those who wait a look tells at most."""
 
 LOOK = Script("look", raw=True)
-_HEAD, _EACH = 18, 4  # words of its reply: before what it tells of each permit, and of each
+_HEAD, _EACH = 19, 4  # words of its reply: before what it tells of each permit, and of each
 
 
 class Sighting(NamedTuple):
@@ -44,8 +44,7 @@ class Sighting(NamedTuple):
         done: Token of the run that has succeeded and counts for its `dedupe_for`; None if none does.
         done_counts_for_s: Seconds for which it counts still; None if there is none.
         newest: What is known of the newest call, which replaces the others; None if nothing is.
-        quiet_s: Seconds since a call that replaces others was published; 0 while one is being sent, None if
-            none is known.
+        waits_s: Seconds for which a call that is published now waits for newer ones, if it was asked.
         permits: How many permits it has, or had before its limit was lowered.
         holders: Who has its permits, or had them until their deadlines, by number.
         left: Who had the other permits: known for a minute after a release, and if somebody has deleted the
@@ -70,7 +69,7 @@ class Sighting(NamedTuple):
     done: str | None = None
     done_counts_for_s: float | None = None
     newest: Newest | None = None
-    quiet_s: float | None = None
+    waits_s: float = 0.0
     permits: int = 1
     holders: tuple[Holder, ...] = ()
     left: tuple[Holder, ...] = ()
@@ -229,6 +228,7 @@ def look(
     dedupe: str = "",
     dead: str = "",
     waiters: int = 0,
+    debounce: Debounce = AT_ONCE,
 ) -> Sighting:
     """What there is of one lock now; a free one has no holder.
 
@@ -240,6 +240,7 @@ def look(
             Defaults to nothing: `duplicate` is not asked for.
         dead: The token of a holder whose process is proved dead. Defaults to none.
         waiters: Of how many of those who wait it tells. Defaults to 0.
+        debounce: How long a call waits for newer ones, as `waits_s` says. Defaults to not at all.
 
     Raises:
         LockUnavailable: Redis did not answer.
@@ -247,7 +248,7 @@ def look(
         ValueError: There can be no lock of this name.
     """
     count = terms.limit if terms else 1
-    (seen,) = look_at_each(client, [(key, count)], terms, dedupe, dead, waiters)
+    (seen,) = look_at_each(client, [(key, count)], terms, dedupe, dead, waiters, debounce)
     if not isinstance(seen, Sighting):
         raise seen
     return seen
@@ -260,12 +261,13 @@ def look_at_each(
     dedupe: str = "",
     dead: str = "",
     waiters: int = 0,
+    debounce: Debounce = AT_ONCE,
 ) -> list[Sighting | LockUnavailable | LockRefused]:
     """As `look`, of many locks in one round trip: by key, and how many permits they have at least.
 
     One round trip more, if some have more than is said. In the place of a lock that cannot be read, why.
     """
-    argv = (terms or 0, dedupe, dead, waiters)
+    argv = (terms or 0, dedupe, dead, waiters, *debounce.as_argv())
     found: dict[str, Any] = {}
     counts = dict(locks)
     while counts:
@@ -287,7 +289,7 @@ def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnava
     if not isinstance(reply, list):
         return reply  # type: ignore[no-any-return]
     now_us, word, permit, next_us, duplicate, original, noted, started, *rest = texts_of(reply[:_HEAD])
-    last_us, waiting, mark, mark_ms, done, done_ms, newest, newest_ms, count, told = rest
+    last_us, waiting, mark, mark_ms, done, done_ms, newest, newest_ms, waits_us, count, told = rest
     end, now, terms = _HEAD + told * _EACH, now_us / US, parse_terms(noted)
     holders = _holders(reply[_HEAD:end])
     return Sighting(
@@ -308,7 +310,7 @@ def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnava
         done=done,
         done_counts_for_s=max(0, done_ms) / 1000 if done is not None else None,
         newest=newest_of(newest, now, max(0, newest_ms) / 1000),
-        quiet_s=quiet_s(newest, now),
+        waits_s=waits_us / US,
         permits=count,
         holders=tuple(holder for holder in holders if holder.raw[0] is not None),
         left=tuple(holder for holder in holders if holder.raw[0] is None),

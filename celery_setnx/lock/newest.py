@@ -38,6 +38,13 @@ class Debounce(NamedTuple):
     most_s: float = 0.0
     leads: bool = False
 
+    def as_argv(self) -> tuple[int, int, int]:
+        """As scripts take it, in microseconds."""
+        return round(self.quiet_s * US), round(self.most_s * US), int(self.leads)
+
+
+AT_ONCE = Debounce()
+
 
 class Reservation(NamedTuple):
     """What became of an attempt to reserve a generation.
@@ -85,8 +92,7 @@ def reserve_all(
 
     An equal call is a duplicate for `lease` seconds since the newest was sent, or parked.
     """
-    quiet_us, most_us = round(debounce.quiet_s * US), round(debounce.most_s * US)
-    told = (int(remember * 1000), quiet_us, most_us, int(debounce.leads), int(lease * 1000))
+    told = (int(remember * 1000), *debounce.as_argv(), int(lease * 1000))
     asked: list[Call] = [((newest_name(call.key),), (call.digest, *told)) for call in calls]
     replies = RESERVE.many(client, asked)
     return [
@@ -155,28 +161,6 @@ def newest_of(text: str | None, now: float, lapses_in_s: float) -> Newest | None
     due_in_s = due_us / US - now if due_us else None
     pending_s = max(0.0, now - first_us / US) if first_us else None
     return Newest(words[-1], settled, due_in_s, superseded, lapses_in_s, pending_s, words[_NUMBERS])
-
-
-def quiet_s(text: str | None, now: float) -> float | None:
-    """Seconds since a call of a key was published; 0 while one is being sent, None if none is known."""
-    words = _words(text)
-    if not words:
-        return None
-    reserved, settled, _, _, last_us, *_ = map(int, words[:_NUMBERS])
-    return 0.0 if reserved > settled else max(0.0, now - last_us / US)
-
-
-def wait_s(debounce: Debounce, newest: Newest | None, quiet_s: float | None) -> float:
-    """Seconds for which a call that is published now waits for newer ones, as lua/reserve.lua has it."""
-    if debounce.leads and newest is None and (quiet_s is None or quiet_s >= debounce.quiet_s):
-        return 0.0
-    return min(debounce.quiet_s, at_most_s(debounce, newest))
-
-
-def at_most_s(debounce: Debounce, newest: Newest | None) -> float:
-    """Seconds after which the newest call is due, however many are published until then."""
-    pending_s = newest.pending_s if newest else None
-    return max(0.0, debounce.most_s - (pending_s or 0.0))
 
 
 def _words(text: str | None) -> list[str]:

@@ -92,7 +92,7 @@ failed = failed or pace and note_start(pace, p, fence)
 if failed then return failed end
 if newest then
   newest.start(generation, call.task)
-  newest.first, newest.superseded = 0, 0
+  newest.first, newest.superseded = newest.settled > generation and now or 0, 0
   newest.store(MARK, tonumber(ARGV[17]))
 end
 if mark == call.task and not second then redis.call('DEL', MARK) end

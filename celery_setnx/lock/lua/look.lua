@@ -5,19 +5,21 @@
 -- ARGV  1 terms of the call (as acquire.lua; '0' = those of who has asked last)
 --       2 dedupe (as mark.lua; '' = it is not asked for), 3 dead token (as acquire.lua)
 --       4 most: about how many of those who wait the reply tells
+--       5 debounce, 6 debounce_max, 7 leading (as reserve.lua)
 -- Returns {now us, word, number of a permit, next us, duplicate, task id, terms, starts, last us, waiting, mark, ms,
---       done, ms, newest, ms, how many permits, of how many it tells, these, and who waits}
+--       done, ms, newest, ms, wait us, how many permits, of how many it tells, these, and who waits}
 --       word: what acquire.lua would say, and of which permit: acquired | taken_over | held | paced | line | more
 --       | refused (FOREIGNRECORD)
 --       next: when the next call may start; 0 = its pace allows it now
 --       duplicate: what mark.lua would say, and of which call: queued | running | done; false = marked
 --       terms: those of who has asked last. starts: how many count; without a rate, are noted; and the last one
 --       mark, done, and newest: what they hold, and for how long
+--       wait: for how long reserve.lua would have it wait for newer ones
 --       of permits number, lock value, record, and the record beside another program's value: of each that is held, and
 --       of each record that no value belongs to
 --       of who waits task id and since us, the first ones
 
--- use: lock grant permits line pace claim duplicate
+-- use: lock grant permits line pace claim duplicate newest
 local LINE, PERMITS, MARK, DONE, STARTS, NEWEST = unpack(KEYS, 3, 8)
 local terms, dedupe, dead, most = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local mark, done, known, newest = unpack(redis.call('MGET', MARK, DONE, PERMITS, NEWEST))
@@ -31,16 +33,17 @@ local pace = not last.err and pace_of(STARTS, terms)
 local p, word, _, seen = claim(call, all, limit_of(terms), pace, dead)
 if foreign_record(p) then word = 'refused' end
 local starts = pace and pace.count() + seen.handed or last[2] and redis.call('ZCOUNT', STARTS, '-inf', '+inf') or 0
+local due = newest_of(newest).due_for(tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == '1')
 local duplicate, of
 if dedupe ~= '' then duplicate, of = duplicate_of(false, dedupe, mark, all[1], done) end
 local found = {
   now, word, p.number, pace and pace.till(seen.handed, 0) or 0, duplicate or false, of or false, terms_in(known),
   starts, tonumber(last[2] or 0), waiting, mark, mark and redis.call('PTTL', MARK) or 0, done,
-  done and redis.call('PTTL', DONE) or 0, newest, newest and redis.call('PTTL', NEWEST) or 0, #all, 0,
+  done and redis.call('PTTL', DONE) or 0, newest, newest and redis.call('PTTL', NEWEST) or 0, due - now, #all, 0,
 }
 local function tell(p, value, record)
   local size, beside = #found, value and not p.is_ours and p.record
-  found[18], found[size + 1], found[size + 2], found[size + 3] = found[18] + 1, p.number, value, record
+  found[19], found[size + 1], found[size + 2], found[size + 3] = found[19] + 1, p.number, value, record
   found[size + 4] = beside or false
 end
 for _, each in ipairs(all) do

@@ -47,6 +47,15 @@ local function newest_of(text)
     return (newest.started > generation or is_replaced) and newest.task
   end
 
+  -- When a call that is published now is due, and whether it leads: the first of a quiet key may start at once.
+  function newest.due_for(quiet, most, may_lead)
+    local is_pending = newest.settled > newest.started or newest.reserved > newest.settled
+    if may_lead and not is_pending and now - newest.last >= quiet then return now, true end
+    local due = now + quiet
+    if newest.first > 0 then due = math.min(due, newest.first + most) end
+    return math.max(due, now), false
+  end
+
   function newest.store(key, ms)
     local lines = {}
     for place, name in ipairs(NUMBERS) do lines[place] = int(newest[name]) end

@@ -18,11 +18,7 @@ if debounce == 0 and is_pending and is_alone and digest ~= '' and newest.digest 
   local is_known = redis.call('PTTL', KEYS[1]) > remember - tonumber(ARGV[6])
   if is_known then return {'queued', int(newest.settled), newest.task, '0', '0'} end
 end
-local is_quiet = not is_pending and is_alone and now - newest.last >= debounce
-local leads = ARGV[5] == '1' and is_quiet
-local due = now + debounce
-if newest.first > 0 then due = math.min(due, newest.first + tonumber(ARGV[4])) end
-if leads or due < now then due = now end
+local due, leads = newest.due_for(debounce, tonumber(ARGV[4]), ARGV[5] == '1')
 newest.reserved = math.max(newest.reserved, newest.settled, newest.started, now - 1) + 1
 newest.last = now
 newest.store(KEYS[1], remember)
