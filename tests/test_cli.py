@@ -151,7 +151,7 @@ class Stage:
         options = self.task(name)._guard.options
         wanted = [Wanted(self.key(name, customer), task_id, task_id)]
         quiet = (options.debounce or 0.0, options.debounce_max, options.debounce_leading)
-        (found,) = reserve_all(self.locks, wanted, debounce=Debounce(*quiet), remember=600)
+        (found,) = reserve_all(self.locks, wanted, debounce=Debounce(*quiet), lease=300, remember=600)
         assert isinstance(found, Reservation)
         return found
 

@@ -482,7 +482,7 @@ def test_marks_are_counted_and_how_to_free_them_is_said(app, locks):
 def test_newest_calls_that_are_queued_are_counted_as_marks(app, locks):
     """As long as they have not started."""
     wanted = [Wanted(f"setnx:{{a:{n}}}", f"t-{n}", "") for n in range(3)]
-    reserved = reserve_all(locks, wanted, debounce=Debounce(), remember=9000)
+    reserved = reserve_all(locks, wanted, debounce=Debounce(), lease=3600, remember=9000)
     sent = [one for one in reserved if isinstance(one, Reservation)]
     assert replace_all(locks, sent, 9000) == [None] * 3
     assert free_all(locks, [Mark(sent[0].key, "t-0", sent[0].generation)]) is None
