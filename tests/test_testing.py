@@ -74,6 +74,8 @@ def made(url: str, **conf: Any) -> Celery:
 
     def save(self: Task, name: str, version: str = "") -> str:
         app.saved.append(version)
+        if version == "later":
+            raise self.retry(countdown=600)
         return version
 
     app.saved = []
@@ -765,7 +767,7 @@ def test_debounced_call_grows_older_in_parts(saving):
 
 
 def test_time_passes_for_debounced_calls_of_its_key_alone(saving):
-    """And not for a call's other countdown."""
+    """Not for those of other keys, and not for the countdown of a call that replaces none."""
     save = saving.tasks["save"]
     with start_worker(saving, perform_ping_check=False):
         other, late = save.delay("b", "1"), save.apply_async(["a", "0"], countdown=600, task_id="mine")
@@ -774,6 +776,21 @@ def test_time_passes_for_debounced_calls_of_its_key_alone(saving):
         assert got(result) == "1"
         assert are_held(saving, [other, late])
     assert saving.saved == ["1"]
+
+
+def test_retry_of_a_debounced_call_keeps_its_countdown(saving):
+    """Only the time in which a call waits for newer ones passes sooner."""
+    save = saving.tasks["save"]
+    with start_worker(saving, perform_ping_check=False):
+        result = save.delay("a", "later")
+        pass_time(60, save, "a")
+        wait_until(lambda: saving.saved and are_held(saving, [result]), "its retry")
+        pass_time(600, save, "a")
+        other = save.delay("b", "1")
+        pass_time(60, save, "b")
+        assert got(other) == "1"
+        assert are_held(saving, [result])
+    assert saving.saved == ["later", "1"]
 
 
 def test_debounced_call_that_waits_is_left(app, locks):
