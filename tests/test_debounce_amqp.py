@@ -16,7 +16,7 @@ from kombu.exceptions import OperationalError
 from celery_setnx import LockUnavailable, SingletonTask
 from celery_setnx.call import back, delay, marking
 from celery_setnx.call.back import Waits, wait_in_broker
-from celery_setnx.call.delay import delaying_queue, hop_s
+from celery_setnx.call.delay import declare, delaying_queue, hop_s
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.doctor import broker as doctor
 from celery_setnx.doctor.broker import courier_findings
@@ -164,6 +164,16 @@ def test_doctor_tells_whether_debounced_calls_wait_in_the_broker(app, monkeypatc
         assert "hold the debounced calls of quiet" in debounce.why
         assert debounce.do == couriers.do
         assert r"configure and read '^(far)\.setnx-', and write amq.default" in debounce.do
+
+
+def test_queue_is_declared_after_another_was_refused(app, monkeypatch):
+    """A refusal closes no connection, which the pool would give away closed."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "declare", raising(AccessRefused("no")))
+        with pytest.raises(AccessRefused):
+            declare(app, Queue("refused"))
+    declare(app, Queue("far"))
+    assert messages(app, "far") == []
 
 
 def test_doctor_asks_for_no_queues_of_hops_without_a_debounced_task(app, asked):

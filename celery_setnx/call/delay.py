@@ -108,15 +108,27 @@ def queue_named(app: Celery, name: str) -> Queue:
 
 
 def declare(app: Celery, queue: Queue) -> None:
-    """Declare a queue on a channel of its own; whatever kombu raises."""
+    """Declare a queue on a channel of its own; whatever kombu raises.
+
+    A refusal is raised outside of the pool: that would close the connection for it, and give it away closed.
+    """
     with app.producer_or_acquire() as producer:
         connection = producer.connection
 
-        def once() -> None:
+        def once() -> Exception | None:
+            connection.ensure_connection(max_retries=1)
             with connection.channel() as channel:
-                queue.bind(channel).declare()  # type: ignore[no-untyped-call]
+                try:
+                    queue.bind(channel).declare()  # type: ignore[no-untyped-call]
+                except Exception as error:
+                    if is_refusal(error):
+                        return error
+                    raise
+            return None
 
-        connection.ensure(producer, once, **_RETRY)()
+        refusal = connection.ensure(producer, once, **_RETRY)()
+    if refusal is not None:
+        raise refusal
 
 
 def is_refusal(error: Exception) -> bool:
