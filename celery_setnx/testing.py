@@ -36,10 +36,11 @@ from celery_setnx.lock.names import (
 )
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import task_token
-from celery_setnx.lock.scripts import PermitScript
+from celery_setnx.lock.scripts import PermitScript, value_of
 from celery_setnx.lock.survey import escaped, successes, survey
 from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
+from celery_setnx.run.passage import pass_for_held
 from celery_setnx.task import guard_for, lock_for
 
 __all__ = [
@@ -221,11 +222,15 @@ def crash(held: Held) -> None:
 
 def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any, **kwargs: Any) -> None:
     """Let time pass for locks without waiting: they, their marks, those who wait in line, their starts
-    (`rate`), and what counts as done (`dedupe_for`) grow older.
+    (`rate`), and what counts as done (`dedupe_for`) grow older; and debounced calls come due sooner.
 
     A holder of `hold` that lives renews meanwhile, and keeps its lock. Any other is taken for one that stood
-    still: past its lease the next call takes the lock over, and its own next renewal tells it so. Clocks
-    stay: an eta or a countdown is not reached sooner.
+    still: past its lease the next call takes the lock over, and its own next renewal tells it so.
+
+    A debounced call that is due then starts within a second, in a worker of this process
+    (`celery.contrib.testing`), whether that runs already or starts later. Clocks stay: a worker in another
+    process starts it in its own time, as does one that has it wait in RabbitMQ, and no other eta or countdown
+    is reached sooner.
 
     Args:
         seconds: How much time (or a timedelta).
@@ -250,13 +255,20 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
         keys = [lock_for(what, args, kwargs).name]
     else:
         keys = sorted(_keys(client, what))
-    due = list(client.scan_iter(match=f"{escaped(lines_of(app))}:{{*}}:*", count=1000))
     for key in keys:
-        living = [token for token, held in list(_LIVING.items()) if held.key == key]
-        _age(client, lock=key, by_s=by_s, living=living)
-        for name in due:
-            for entry, _ in client.zscan_iter(name, match=f"{escaped(key)}*"):  # and ends
-                client.zincrby(name, -by_s * 1e6, entry)  # workers look at it sooner
+        _pass(app, client, key, by_s)
+
+
+def _pass(app: Celery, client: Any, key: str, by_s: float) -> None:
+    """Let time pass for one lock."""
+    latest = _latest(client, key)
+    living = [token for token, held in list(_LIVING.items()) if held.key == key]
+    _age(client, lock=key, by_s=by_s, living=living)
+    if latest:
+        pass_for_held(app, key, by_s, latest)
+    for name in list(client.scan_iter(match=f"{escaped(lines_of(app))}:{{*}}:*", count=1000)):
+        for entry, _ in client.zscan_iter(name, match=f"{escaped(key)}*"):  # and ends
+            client.zincrby(name, -by_s * 1e6, entry)  # workers look at it sooner
 
 
 def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwargs: Any) -> None:
@@ -389,6 +401,12 @@ def _told(left: list[str], what: Any, within: float) -> str:
         "holds, or clear(app) between tests."
     )
     return "\n  ".join([f"{len(left)} left of {of}{waited}:", *left, advice])
+
+
+def _latest(client: Any, key: str) -> int:
+    """The generation that was reserved last, by lua/newest.lua; 0 if none was."""
+    reserved = (value_of(client, newest_name(key)) or "").partition("\n")[0]
+    return int(reserved) if reserved.isdecimal() else 0
 
 
 def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:

@@ -28,10 +28,12 @@ from celery_setnx import (
     UnkeyableCall,
     is_skipped,
     singleton,
+    superseded_by,
 )
 from celery_setnx.lock.line import LineEntry, park
 from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.names import done_name, permit_names, permits_name, starts_name
+from celery_setnx.run.sweep import workers_here
 from celery_setnx.signals import lock_acquired, lock_conflict, lock_taken_over
 from celery_setnx.testing import (
     Held,
@@ -70,7 +72,16 @@ def made(url: str, **conf: Any) -> Celery:
     def plain(name: str) -> str:
         return name
 
+    def save(self: Task, name: str, version: str = "") -> str:
+        app.saved.append(version)
+        if version == "later":
+            raise self.retry(countdown=600)
+        return version
+
+    app.saved = []
     ours = {"base": SingletonTask, "bind": True, "shared": False}
+    quiet = {"debounce": 60, "debounce_max": 100}
+    app.task(**ours, name="save", singleton={"key": "name", **quiet})(save)
     app.task(**ours, name="work", singleton={"key": "name"})(work)
     app.task(**ours, name="whole", singleton={"key": (), "lease": 7})(whole)
     app.task(shared=False, name="plain")(plain)
@@ -695,6 +706,100 @@ def test_done_call_ages_beside_a_holder_that_lives(app, locks):
         pass_time(3600, held)
         assert not locks.exists(done_name(key))
         assert task.locked("a").task_id == held.task_id
+
+
+@pytest.fixture(params=["memory", "redis"])
+def saving(request, server, locks) -> Iterator[Celery]:
+    """An app whose worker, if one is started, has a thread for its timer, or its loop does that."""
+    broker = {"memory": "memory://", "redis": server.url(2)}[request.param]
+    app = made(server.url(1), broker_url=broker)
+    yield app
+    clear(app)
+    app.close()
+
+
+def are_held(app: Celery, results: list[Any]) -> bool:
+    """Whether a worker of this process has these calls in its timer."""
+    (worker,) = workers_here(app)
+    entries = [waiting.entry for waiting in worker.consumer.timer.queue]
+    held = {entry.args[0].id for entry in entries if entry.args and hasattr(entry.args[0], "id")}
+    return {result.id for result in results} <= held
+
+
+@pytest.mark.parametrize("by_s", [60, 3600])
+def test_debounced_call_that_a_worker_holds_starts_when_time_has_passed(saving, by_s):
+    """The newest, once, however much time has passed; those before it end, too."""
+    save = saving.tasks["save"]
+    with start_worker(saving, perform_ping_check=False):
+        *older, newest = (save.delay("a", version) for version in "123")
+        wait_until(lambda: are_held(saving, [*older, newest]), "the calls in its timer")
+        pass_time(by_s, save, "a")
+        assert got(newest) == "3"
+        assert [superseded_by(got(each)) for each in older] == [newest.id] * 2
+    assert saving.saved == ["3"]
+    assert_released(save)
+
+
+def test_debounced_call_starts_at_once_in_a_worker_that_comes_later(saving):
+    """Its time has passed before its message is there; not that of a call which is published afterwards."""
+    save = saving.tasks["save"]
+    result = save.delay("a", "1")
+    pass_time(60, save)
+    with start_worker(saving, perform_ping_check=False):
+        assert got(result) == "1"
+        after = save.delay("a", "2")
+        wait_until(lambda: are_held(saving, [after]), "a call that waits")
+
+
+def test_debounced_call_grows_older_in_parts(saving):
+    """A later call waits anew, and the time that has passed counts for the others."""
+    save = saving.tasks["save"]
+    with start_worker(saving, perform_ping_check=False):
+        first = save.delay("a", "1")
+        pass_time(30, saving)
+        second = save.delay("a", "2")
+        pass_time(30, saving)
+        assert superseded_by(got(first)) == second.id
+        wait_until(lambda: are_held(saving, [second]), "a call that waits")
+        assert saving.saved == []
+        pass_time(30, saving)
+        assert got(second) == "2"
+
+
+def test_time_passes_for_debounced_calls_of_its_key_alone(saving):
+    """Not for those of other keys, and not for the countdown of a call that replaces none."""
+    save = saving.tasks["save"]
+    with start_worker(saving, perform_ping_check=False):
+        other, late = save.delay("b", "1"), save.apply_async(["a", "0"], countdown=600, task_id="mine")
+        result = save.delay("a", "1")
+        pass_time(60, save, "a")
+        assert got(result) == "1"
+        assert are_held(saving, [other, late])
+    assert saving.saved == ["1"]
+
+
+def test_retry_of_a_debounced_call_keeps_its_countdown(saving):
+    """Only the time in which a call waits for newer ones passes sooner."""
+    save = saving.tasks["save"]
+    with start_worker(saving, perform_ping_check=False):
+        result = save.delay("a", "later")
+        pass_time(60, save, "a")
+        wait_until(lambda: saving.saved and are_held(saving, [result]), "its retry")
+        pass_time(600, save, "a")
+        other = save.delay("b", "1")
+        pass_time(60, save, "b")
+        assert got(other) == "1"
+        assert are_held(saving, [result])
+    assert saving.saved == ["later", "1"]
+
+
+def test_debounced_call_that_waits_is_left(app, locks):
+    """It is told as queued."""
+    save = app.tasks["save"]
+    result = save.delay("a", "1")
+    told = f"mark {save.lock_key('a')}:newest: task {result.id} is queued"
+    with pytest.raises(AssertionError, match=re.escape(told)):
+        assert_released(save, "a")
 
 
 @pytest.mark.parametrize("of", ["app", "task"])

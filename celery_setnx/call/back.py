@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import contextvars
-import math
 import time
 import uuid
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ from celery_setnx.address import SCHEMES
 from celery_setnx.arguments import pass_on_time_limit
 from celery_setnx.call.arrived import arrived
 from celery_setnx.call.broker import broker_of, broker_scheme
-from celery_setnx.call.delay import declared, waits_in_broker
+from celery_setnx.call.delay import declared, hop_s, waits_in_broker
 from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.queues import (
@@ -77,7 +76,6 @@ _SILENT = ("sqs", "gcpubsub", "azureservicebus", "azurestoragequeues")
 _VISIBILITY_S = {"sqs": 1800.0} | dict.fromkeys(SCHEMES, 3600.0)  # kombu's defaults
 _NO_VISIBILITY_S = 3600.0  # in place of the timeout of a broker that has none
 _REQUEUE_S = 1.0
-_LEAST_WAIT_S = 0.25  # in the broker
 _DROPPED_COPY = (
     "A copy of %s is dropped: %s. It came from a fanout exchange: route guarded tasks to a queue of another "
     "exchange."
@@ -334,17 +332,18 @@ def come_back(task: Task, call: Call, countdown: float, reason: str, *, own: boo
 def wait_in_broker(task: Task, call: Call) -> NoReturn:
     """Have the running call wait for its time in the broker, in queues that keep it for 2, 4, 8 ... seconds.
 
-    If the broker refuses those, in a worker. It ends with `Waits`, or as `come_back`.
+    If the broker refuses those, by a countdown. It ends with `Waits`, or as `not_taken_back`. Its time is by
+    its publisher's clock, and whether that has come by the worker's, as with Celery's eta.
     """
     left_s, message, through = max(0.0, call.due - time.time()), Message.of(task), None
-    wait_s = 2.0 ** math.floor(math.log2(max(left_s, _LEAST_WAIT_S)))
     if message.queue and waits_in_broker(task.app):
-        through = declared(task.app, message.queue, wait_s)
+        through = declared(task.app, message.queue, hop_s(left_s), what="Debounced calls")
     reason = f"it waits for newer calls, for {left_s:.1f} s more"
-    if through is None:
-        come_back(task, call, left_s, reason)
     try:
-        replace(message, queue=through, is_fanout=False).send(task.app, call)
+        if through is None:
+            message.send(task.app, call, left_s)
+        else:
+            replace(message, queue=through, is_fanout=False).send(task.app, call)
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
         not_taken_back(task, call, error, reason)
     raise Waits(reason, left_s)

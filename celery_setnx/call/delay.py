@@ -7,6 +7,7 @@ goes to the call's queue, by its name.
 
 from __future__ import annotations
 
+import math
 import time
 from hashlib import blake2b
 from typing import Any
@@ -23,6 +24,8 @@ logger = Log("celery_setnx")
 
 _UNUSED_S = 3600.0  # beyond its time to live, after which the broker deletes one that nobody declares again
 _REFUSED_S = 600.0  # for which a process does not ask again
+_LEAST_HOP_S = 0.25  # and by how much the last hop may be too long
+_LONGEST_HOP_S = 2.0**15  # so a queue has 18 delaying queues at most for them; about nine hours
 _NAME_BYTES = 200  # of the call's queue; a name has 255 at most
 # Else a message whose time is over before its other queue has a leader, as after a restart, is dropped.
 _QUORUM = {
@@ -54,13 +57,25 @@ def delaying_queue(queue: Queue, wait_s: float) -> Queue:
     return Queue(name, durable=queue.durable, queue_arguments=arguments)  # type: ignore[no-untyped-call]
 
 
+def hop_s(left_s: float) -> float:
+    """How long a message with so many seconds left waits in its next queue: a power of two.
+
+    So the queues are few. Never too short: a message with time left waits once more. At the end it is up to
+    0.25 s too long, which saves the many short hops.
+    """
+    near_s = min(max(left_s, 0.0) + _LEAST_HOP_S, _LONGEST_HOP_S)
+    return 2.0 ** math.floor(math.log2(near_s))
+
+
 def waits_in_broker(app: Celery) -> bool:
     """Whether the broker may keep a message until its time has come."""
     return driver_of(app) == "amqp"
 
 
-def declared(app: Celery, queue: str, wait_s: float) -> str | None:
+def declared(app: Celery, queue: str, wait_s: float, *, what: str = "Couriers") -> str | None:
     """The name of that queue, declared; None if the broker does not have it, which is remembered for a while.
+
+    The warning of a refusal says `what` waits elsewhere, then.
 
     It is declared before each message: what is there already lasts longer then, and one that was deleted is
     there again. A refusal closes the channel, so it has one of its own.
@@ -79,10 +94,10 @@ def declared(app: Celery, queue: str, wait_s: float) -> str | None:
             return None
         refused[waits.name] = time.monotonic() + _REFUSED_S
         text = (
-            "Couriers wait in workers instead of the broker, which refuses the queue %s: %s Run "
+            "%s wait in workers instead of the broker, which refuses the queue %s: %s Run "
             "`celery setnx doctor`: it prints what to allow."
         )
-        logger.warning(text, waits.name, error)
+        logger.warning(text, what, waits.name, error)
         return None
     return str(waits.name)
 
@@ -93,15 +108,27 @@ def queue_named(app: Celery, name: str) -> Queue:
 
 
 def declare(app: Celery, queue: Queue) -> None:
-    """Declare a queue on a channel of its own; whatever kombu raises."""
+    """Declare a queue on a channel of its own; whatever kombu raises.
+
+    A refusal is raised outside of the pool: that would close the connection for it, and give it away closed.
+    """
     with app.producer_or_acquire() as producer:
         connection = producer.connection
 
-        def once() -> None:
+        def once() -> Exception | None:
+            connection.ensure_connection(max_retries=1)
             with connection.channel() as channel:
-                queue.bind(channel).declare()  # type: ignore[no-untyped-call]
+                try:
+                    queue.bind(channel).declare()  # type: ignore[no-untyped-call]
+                except Exception as error:
+                    if is_refusal(error):
+                        return error
+                    raise
+            return None
 
-        connection.ensure(producer, once, **_RETRY)()
+        refusal = connection.ensure(producer, once, **_RETRY)()
+    if refusal is not None:
+        raise refusal
 
 
 def is_refusal(error: Exception) -> bool:

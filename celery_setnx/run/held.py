@@ -1,4 +1,4 @@
-"""Couriers that a worker holds: it lets those go whose calls have begun.
+"""Messages in a worker's timer; and couriers that it holds: it lets those go whose calls have begun.
 
 Where the broker cannot keep a delayed message to itself, a worker's parent has the couriers of all calls that
 wait, in its timer and beyond its prefetch, until their time has come. Nearly all calls begin long before.
@@ -7,10 +7,10 @@ wait, in its timer and beyond its prefetch, until their time has come. Nearly al
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 from celery import Celery
@@ -72,28 +72,40 @@ def give_back(consumer: Any, couriers: Sequence[Any]) -> None:
     One that is not in the timer was begun, or came by a connection that is lost: then its broker delivers it
     anew. Nothing is raised into the worker's loop.
     """
+    wanted = {id(courier) for courier in couriers}
     try:
-        for courier in _out_of_timer(consumer.timer, couriers):
+        for held in take_from(consumer.timer, lambda request: id(request) in wanted):
             consumer.qos.decrement_eventually()
-            state.task_ready(courier)
-            courier.acknowledge()
+            state.task_ready(held.request)
+            held.request.acknowledge()
     except Exception:
         logger.exception("Couriers whose calls have begun are held until their time has come.")
 
 
-def _out_of_timer(timer: Any, couriers: Sequence[Any]) -> list[Any]:
-    """Take what is to be done with some messages out of a timer; those that were in it.
+class HeldRequest(NamedTuple):
+    """A message that was in a worker's timer: its time (monotonic), and what was to be done then."""
+
+    request: Any
+    when: float
+    do: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def take_from(timer: Any, is_wanted: Callable[[Any], bool]) -> list[HeldRequest]:
+    """Take what is to be done with some messages out of a timer.
 
     A timer's queue has entries, or greenlets; a timer with a thread of its own has a lock.
     """
-    wanted, found = {id(courier): courier for courier in couriers}, []
+    taken = []
     with getattr(timer, "mutex", nullcontext()):
         for waiting in list(timer.queue):
             entry = waiting.entry
-            courier = wanted.get(id(entry.args[0])) if entry.args else None
-            if courier is None or entry.canceled or courier in state.reserved_requests:
+            if not entry.args or entry.canceled:
                 continue
+            request = entry.args[0]
+            if not is_wanted(request) or request in state.reserved_requests:
+                continue
+            taken.append(HeldRequest(request, waiting.eta, entry.fun, entry.args))
             timer.cancel(waiting if hasattr(waiting, "cancel") else entry)
             entry.args = ()  # it may stay where it is until its time has come
-            found.append(courier)
-    return found
+    return taken

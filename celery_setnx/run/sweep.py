@@ -317,6 +317,11 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
 _sweeping: list[Sweep] = []
 
 
+def workers_here(app: Celery) -> list[Any]:
+    """The workers of an app in this process."""
+    return [sweep._worker for sweep in list(_sweeping) if sweep._worker.app is app]
+
+
 def see_to_sweeps() -> None:
     """See to it that the workers of this process sweep."""
     for sweep in list(_sweeping):

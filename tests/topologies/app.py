@@ -5,12 +5,13 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from celery import Celery
+from celery import Celery, current_task
 
 import tests.app
 from celery_setnx import SingletonTask
+from celery_setnx.call import back
 from celery_setnx.run import courier
-from tests.app import body, control, journal
+from tests.app import body, control, journal, wait_for_gate
 
 # Locks live where the settings of a test say, be it only its broker or its backend.
 make_app = partial(tests.app.make_app, "topologies", setnx_url=None, setnx_same_host=False)
@@ -89,3 +90,13 @@ app = make_app()
 tasks = make_tasks(app)
 # Couriers come as soon as a test says, and not after a minute and every ten minutes.
 courier.FIRST_S, courier.LATER_S = app.conf.get("courier_waits_s") or (courier.FIRST_S, courier.LATER_S)
+
+
+def hang(*_args: Any, **_options: Any) -> None:
+    """Send no call on."""
+    journal.write("hop", task_id=current_task.request.id)
+    wait_for_gate("never")
+
+
+if app.conf.get("hangs_on_hops"):
+    back.declared = hang  # type: ignore[assignment]

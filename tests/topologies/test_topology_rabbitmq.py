@@ -12,8 +12,10 @@ import pytest
 from celery import chain, chord
 from celery.exceptions import TaskRevokedError
 
-from celery_setnx import LockTimeout, is_skipped
+from celery_setnx import LockTimeout, SingletonTask, is_skipped, superseded_by
+from celery_setnx.call.delay import hop_s
 from celery_setnx.connection import client_for
+from celery_setnx.doctor.broker import courier_findings
 from celery_setnx.exceptions import FanOutFailed
 from celery_setnx.lock.names import line_names
 from examples.embedded import EmbeddedServer
@@ -332,6 +334,113 @@ def test_couriers_outlast_their_broker_and_their_queue_is_declared_anew(
     assert own_broker.delaying(queue) == [waits]
     gates(name, 6)  # a call whose message was not acknowledged comes again
     assert [call.get(timeout=120) for call in (first, second, third)] == [name] * 3
+
+
+def debounced(task: Any, *args: Any, quiet_s: float, **options: Any) -> Any:
+    """A call that waits for newer ones."""
+    return task.apply_async(args, singleton={"debounce": quiet_s, "debounce_max": 600.0}, **options)
+
+
+def hops(broker: RabbitMQ, queue: str) -> dict[str, int]:
+    """How many messages wait for another queue, by their delaying queues."""
+    return {name: broker.messages(name) for name in broker.delaying(queue)}
+
+
+@in_both_kinds
+def test_debounced_call_is_unchanged(tasks, shared, journal):
+    """It comes back to a queue of another name, by several hops; it starts after its time, and not before."""
+    queue = other(shared["task_default_queue"])
+    options = {"headers": {"tenant": "acme"}, "priority": 5, "shadow": "alias", "queue": queue}
+    options |= {"time_limit": 100, "soft_time_limit": 90}
+    plain = tasks.tell.apply_async(["a"], **options).get(timeout=60)
+    published = time.time()
+    result = debounced(tasks.tell, "a", quiet_s=2.7, **options)
+    assert result.get(timeout=60) == plain
+    (start,) = journal.entries(what="start", task_id=result.id)
+    assert start["time"] - published >= 2.7
+    assert (plain["priority"], plain["tenant"], plain["queue"]) == (5, "acme", queue)
+
+
+@pytest.mark.clock
+@pytest.mark.parametrize("quiet_s", [0.3, 1.0, 5.0])
+def test_debounced_call_starts_soon_after_its_time(tasks, journal, quiet_s):
+    """The last hop takes up to a quarter of a second too long."""
+    published = time.time()
+    result = debounced(tasks.work, "a", quiet_s=quiet_s)
+    (start,) = journal.wait_for("start", task_id=result.id)
+    assert quiet_s <= start["time"] - published < quiet_s + 1.5
+
+
+def test_debounced_call_replaces_those_that_wait_in_the_broker(tasks, journal):
+    """Of ten the newest runs; the others end by its id."""
+    *older, newest = (debounced(tasks.work, "a", version, quiet_s=3.0) for version in range(10))
+    assert newest.get(timeout=60) == "a"
+    assert [superseded_by(each.get(timeout=60)) for each in older] == [newest.id] * 9
+    one_at_a_time(journal, "a", 1)
+
+
+@pytest.mark.parametrize("kind", ["quorum", "direct"], indirect=True)
+def test_debounced_calls_take_nothing_of_a_workers_prefetch(work_with, settings, own_broker, journal):
+    """Fifty wait, on a worker that prefetches one: it goes on with other work, and Celery delays none."""
+    queue = settings["task_default_queue"]
+    tasks = work_with(concurrency=1, worker_prefetch_multiplier=1, **settings)
+    for number in range(50):
+        debounced(tasks.work, f"quiet-{number}", quiet_s=300.0)
+    wait_until(
+        lambda: sum(hops(own_broker, queue).values()) == 50, lambda: f"50 in {hops(own_broker, queue)}"
+    )
+    (used,) = (name for name, count in hops(own_broker, queue).items() if count)
+    assert used.startswith(f"{queue}.setnx-{hop_s(299):g}s-")
+    assert tasks.work.delay("other").get(timeout=60) == "other"
+    assert {entry["name"] for entry in journal.entries(what="start")} == {"other"}
+
+
+@in_both_kinds
+def test_debounced_calls_run_also_where_the_broker_refuses_their_queues(
+    work_with, settings, own_broker, journal
+):
+    """By a countdown, and the doctor says what to allow."""
+    queue = settings["task_default_queue"]
+    own = {"may_not_configure": rf"{queue}\.setnx-.*"}
+    conf = {**settings, "broker_url": own_broker.limit(f"quiet-{queue}", **own)}
+    tasks = work_with(**conf)
+    published = time.time()
+    result = debounced(tasks.work, "a", quiet_s=3.0)
+    assert result.get(timeout=60) == "a"
+    (start,) = journal.entries(what="start", task_id=result.id)
+    assert start["time"] - published >= 3.0
+    assert own_broker.delaying(queue) == []
+    assert "Debounced calls wait in workers instead of the broker" in tasks.worker.log_text()
+
+    @tasks.app.task(base=SingletonTask, name="quiet", shared=False, singleton={"debounce": 3})
+    def quiet() -> None: ...
+
+    (found,) = (each for each in courier_findings(tasks.app) if each.subject == "debounce")
+    assert (found.level, f"let the user quiet-{queue} configure and read" in found.do) == ("error", True)
+
+
+def test_debounced_call_outlasts_its_broker(work_with, settings, own_broker, journal):
+    """kill -9 of the broker while it waits there: it runs all the same, once."""
+    queue = settings["task_default_queue"]
+    tasks = work_with(**settings, **LATE)
+    result = debounced(tasks.work, "a", quiet_s=40.0)
+    wait_until(lambda: sum(hops(own_broker, queue).values()) == 1, "a call that waits")
+    own_broker.kill()
+    own_broker.start()
+    wait_until(result.ready, lambda: f"its end: {own_broker.queues()}", 120)
+    assert result.get() == "a"
+    one_at_a_time(journal, "a", 1)
+
+
+def test_debounced_call_is_delivered_again_if_its_worker_dies_on_a_hop(work_with, settings, journal):
+    """With acks_late: kill -9 before it has sent the call on loses nothing."""
+    tasks = work_with(concurrency=1, hangs_on_hops=True, **settings, **LATE)
+    result = debounced(tasks.work, "a", quiet_s=1.0)
+    journal.wait_for("hop", task_id=result.id)
+    tasks.worker.kill()
+    work_with(**settings, **LATE)
+    assert result.get(timeout=60) == "a"
+    one_at_a_time(journal, "a", 1)
 
 
 def test_waiting_call_runs_after_the_death_of_its_holder(work_with, settings, locks, journal, gates, name):

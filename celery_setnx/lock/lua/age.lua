@@ -55,7 +55,10 @@ end
 local text = redis.call('GET', NEWEST)
 if text then
   local newest = newest_of(text)
+  -- What is due meanwhile would have started: it does not starve (see newest.instead_of).
+  local first = newest.due > now and newest.first > 0 and math.max(newest.first - math.min(by, newest.due - now), 1)
   for _, name in ipairs({'first', 'last', 'due'}) do newest[name] = before(newest[name]) end
+  newest.first = first or newest.first
   newest.store(NEWEST, 1)
 end
 for place = 3, 9 do -- what is known of the permits lasts as long as one that is renewed
