@@ -142,12 +142,16 @@ _NUMBERS = 8  # at the beginning of what is known (lua/newest.lua)
 def newest_of(text: str | None, now: float, lapses_in_s: float) -> Newest | None:
     """The newest call, as lua/newest.lua has it; None if it has started, or none is known."""
     words = (text or "").split("\n")
-    if len(words) != _NUMBERS + 3 or not all(word.isdecimal() for word in words[:_NUMBERS]):
+    if len(words) != _NUMBERS + 3 or not all(_is_number(word) for word in words[:_NUMBERS]):
         return None
     _, settled, started, _, _, due_us, superseded, _ = map(int, words[:_NUMBERS])
     if settled <= started:
         return None
     return Newest(words[-1], settled, max(0.0, due_us / US - now), superseded, lapses_in_s)
+
+
+def _is_number(word: str) -> bool:
+    return word.isdecimal() and len(word) <= len(str(MOST)) and int(word) <= MOST
 
 
 class Ending(NamedTuple):
