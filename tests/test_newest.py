@@ -1,4 +1,7 @@
-"""The newest call of a key, as its callers see it: reserved, sent, started, or ended without a start. Redis only."""
+"""The newest call of a key, as its callers see it: reserved, sent, started, ended without a start.
+
+Redis only.
+"""
 
 from typing import Any
 
@@ -464,7 +467,10 @@ def test_look_tells_of_the_newest_and_of_how_many_it_has_replaced(locks):
     assert look(locks, KEY).newest is None
 
 
-@pytest.mark.parametrize("text", [None, "", "a", "a\n" * 10, record()[2:], record(settled="-1"), record(settled="9" * 5000), record()])
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "a", "a\n" * 10, record()[2:], record(settled="-1"), record(settled="9" * 5000), record()],
+)
 def test_what_is_no_newest_call_is_none(text):
     """Nothing known, another program's text, too little, no numbers, or none that waits."""
     assert newest_of(text, 0.0, 1.0) is None
