@@ -153,14 +153,12 @@ def _tasks(app: Celery) -> list[Task]:
 def _task_findings(app: Celery, task: Task, guard: Guard) -> Iterator[Finding]:
     """A task that stops its worker, and times that do not fit its lock."""
     lease, at_most_for, run_s = guard.options.lease, guard.options.at_most_for, _run_limit_s(app, task)
-    try:
-        guard.check_backend(guard.options)
-    except OptionError as error:
-        yield fail("join", sentence(error), "Workers of this app do not start.")
-    try:
-        refuse_long_debounce(app, task.name, guard.options)
-    except OptionError as error:
-        yield fail("debounce", sentence(error), "Workers of this app do not start.")
+    is_long = partial(refuse_long_debounce, app, task.name)
+    for subject, refuse in (("join", guard.check_backend), ("debounce", is_long)):
+        try:
+            refuse(guard.options)
+        except OptionError as error:
+            yield fail(subject, sentence(error), "Workers of this app do not start.")
     if next(iter(guard.signature.parameters), None) == "self":
         yield warn(
             "bind",
