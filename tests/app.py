@@ -104,7 +104,8 @@ SIGNALS = {
     name: getattr(signals, f"lock_{name}")
     for name in ("acquired", "conflict", "waiting", "woken", "taken_over", "released", "lost")
 }
-SIGNALS |= {"deduplicated": signals.call_deduplicated, "lapsed": signals.uniqueness_lapsed}
+SIGNALS |= {"deduplicated": signals.call_deduplicated, "superseded": signals.call_superseded}
+SIGNALS |= {"lapsed": signals.uniqueness_lapsed}
 for _word, _signal in SIGNALS.items():
     _signal.connect(record(_word), weak=False)
 

@@ -287,7 +287,8 @@ module_worker = pytest.fixture(scope="module")(_workers)  # not to be killed by 
 @pytest.fixture(scope="session")
 def worker(server, logs) -> Iterator[Worker]:
     """A prefork worker with four processes that lives for the whole run. Not to be killed."""
-    worker = Worker(logs, concurrency=4, queues="celery,first", conf={"include": ["tests.waitapp"]})
+    include = ["tests.waitapp", "tests.newestapp"]
+    worker = Worker(logs, concurrency=4, queues="celery,first", conf={"include": include})
     _started.insert(0, worker)
     yield worker
     worker.stop()

@@ -20,13 +20,17 @@ def with_answer(facts: Facts, answer: Mapping[str, Any]) -> Facts:
 
 
 WAITS = ("wait", "join")
-_SAID = ("again", "has_begun", "may_be_new", "is_eager", "joins", "asks_queued", "asks_done", "looks_again")
+_SAID = (
+    *("again", "has_begun", "may_be_new", "is_eager", "is_early"),
+    *("joins", "asks_queued", "asks_done", "looks_again"),
+)
 MESSAGES = [
     with_answer(Facts(policy), dict(zip(_SAID, said)))
     for policy, said in product(get_args(Policy), product([False, True], repeat=len(_SAID)))
 ]
 ACQUISITIONS = [
     *[{"answer": told} for told in ("unguarded", "stale")],
+    *[{"answer": "superseded", "may_have_ended": may_have_ended} for may_have_ended in (False, True)],
     *[
         {"answer": "acquired", "joined": None, "may_have_ended": may_have_ended, "is_over": is_over}
         for may_have_ended, is_over in product([False, True], repeat=2)
@@ -79,6 +83,11 @@ def has_lock(f: Facts) -> bool:
     return f.answer == "acquired" and not f.is_done and not f.joined and f.ended in (None, "no")
 
 
+def is_superseded(f: Facts) -> bool:
+    """A newer call runs instead, and its attempt is not known to have ended."""
+    return f.answer == "superseded" and f.ended in (None, "no")
+
+
 ENDS: dict[End, Callable[[Facts], Any]] = {
     End.RUN: lambda f: has_lock(f) and not f.looks_again and (f.again or not f.is_over),
     End.RUN_UNGUARDED: lambda f: f.answer == "unguarded",
@@ -86,6 +95,7 @@ ENDS: dict[End, Callable[[Facts], Any]] = {
     End.END_AS_STORED: lambda f: f.ended == "stored",
     End.SKIP: lambda f: (is_refused_for_good(f) and f.policy == "skip") or (has_met(f) and f.is_queued),
     End.SKIP_DONE: lambda f: f.is_done,
+    End.SKIP_SUPERSEDED: lambda f: is_superseded(f) and not f.looks_again,
     End.CALL: lambda f: may_choose(f) and f.policy == "callable",
     End.FAIL: lambda f: is_refused_for_good(f) and f.policy == "raise",
     End.TIME_OUT: lambda f: (
@@ -107,8 +117,9 @@ ENDS: dict[End, Callable[[Facts], Any]] = {
     ),
     End.COME_BACK_AS_COPY: lambda f: may_wait(f) and f.place == "taken",
     End.COME_BACK_FOR_OWN: lambda f: has_met(f) and f.is_own,
-    End.LOOK_AGAIN: lambda f: has_lock(f) and f.looks_again,
+    End.LOOK_AGAIN: lambda f: (has_lock(f) or is_superseded(f)) and f.looks_again,
     End.WAIT: lambda f: may_wait(f) and f.place == "waits",
+    End.DELAY: lambda f: f.is_early,
     End.DROP: lambda f: (
         (f.answer == "stale" and not f.may_be_new)
         or f.ended == "noted"
@@ -148,7 +159,28 @@ def test_each_delivery_ends_as_the_rules_say_whatever_is_answered(policy):
             for facts, end in ends_of(message):
                 assert [each for each, applies in ENDS.items() if applies(facts)] == [end], vars(facts)
                 seen.add(end)
-    assert {End.RUN, End.DROP, End.COME_BACK_FOR_OWN, End.SKIP_DONE} <= seen
+    assert {End.RUN, End.DROP, End.DELAY, End.COME_BACK_FOR_OWN, End.SKIP_DONE, End.SKIP_SUPERSEDED} <= seen
+
+
+def test_each_end_is_reached():
+    """None is left of a rule that is gone."""
+    assert ENDS.keys() == set(End)
+    assert {rule.then for rules in RULES.values() for rule in rules} == {*End, *Ask}
+
+
+def test_call_whose_time_has_not_come_asks_nobody():
+    """Before its time no question and no lock: its message waits in the broker."""
+    for message in MESSAGES:
+        if message.is_early:
+            assert decide(message) is End.DELAY
+
+
+def test_superseded_call_that_may_have_ended_asks_first():
+    """Its first delivery may have stored a result, which a skip would overwrite."""
+    for ended, end in (("no", End.SKIP_SUPERSEDED), ("stored", End.END_AS_STORED), ("noted", End.DROP)):
+        facts = with_answer(Facts("wait"), {"answer": "superseded", "may_have_ended": True})
+        assert decide(facts) is Ask.ASK_ENDED
+        assert decide(with_answer(facts, {"ended": ended})) is end
 
 
 def facts_on_the_way(facts: Facts) -> Iterator[Facts]:

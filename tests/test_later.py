@@ -11,6 +11,7 @@ from celery import Celery, Task
 
 from celery_setnx import SingletonTask, send_task
 from celery_setnx.call import later as later_module
+from celery_setnx.lock.look import look
 from celery_setnx.lock.marks import GRACE_S
 from celery_setnx.lock.names import mark_name
 from tests.harness import raising, settle_marks
@@ -199,6 +200,45 @@ def test_call_is_sent_as_it_was_when_it_was_published(make, locks, base, of, ded
     order["lines"].append(2)  # type: ignore[attr-defined]
     transaction.commit()
     assert arguments(task) == [[{"id": 7, "lines": [1]}]]
+
+
+def newest(locks: Any, task: Any, order: Any) -> Any:
+    """The newest call of a key that was sent."""
+    settle_marks(task.app)
+    return look(locks, task.lock_key(order)).newest
+
+
+@pytest.mark.parametrize(("base", "of"), [(OursFirst, Celery), (SingletonTask, AppOnCommit)])
+def test_call_replaces_those_before_it_from_the_commit_on(make, locks, base, of):
+    """Until then it is reserved, and no other call is a duplicate of it."""
+    task = make(base, of, on_duplicate="replace")
+    task.delay(7)
+    task.delay(7)
+    assert newest(locks, task, 7) is None
+    transaction.commit()
+    assert newest(locks, task, 7).superseded == 1
+    assert arguments(task) == [[7], [7]]
+    assert not later_module._unsent
+
+
+def test_call_whose_transaction_is_rolled_back_replaces_nobody(make, locks):
+    """The one before it is the newest still."""
+    task = make(OursFirst, on_duplicate="replace")
+    task.delay(7)
+    transaction.commit()
+    before = newest(locks, task, 7)
+    task.delay(7)
+    transaction.clear()
+    assert newest(locks, task, 7).generation == before.generation
+
+
+def test_debounced_call_waits_from_the_commit_on(make, locks):
+    """Its countdown is that of its message; the quiet time has begun as it was published."""
+    task = make(OursFirst, debounce=5, dedupe="until_started")
+    task.delay(7)
+    assert newest(locks, task, 7) is None
+    transaction.commit()
+    assert 0 < newest(locks, task, 7).due_in_s <= 5
 
 
 def test_call_that_cannot_be_put_off_has_no_mark(make, locks):

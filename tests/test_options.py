@@ -1,5 +1,7 @@
 """Options: names, values, layers, and what cannot go together."""
 
+from datetime import timedelta
+
 import pytest
 from celery import Celery
 
@@ -66,6 +68,9 @@ def test_defaults_are_those_of_the_table():
         ({"rate": "10/m", "on_conflict": "join"}, "has a rate and on_conflict='join'"),
         ({"limit": 5, "rate": "10/m", "hold_on_retry": True}, "drop one of the three"),
         ({"dedupe_for": 9}, "dedupe_for=9 and dedupe=None: dedupe_for needs dedupe='until_done'"),
+        ({"debounce": 0}, "debounce of proj.t must be more than 0 seconds, or None, not 0"),
+        ({"debounce_max": None}, "debounce_max of proj.t must be seconds or a timedelta, not None"),
+        ({"debounce": 5, "debounce_leading": 1}, "debounce_leading of proj.t must be True or False, not 1"),
         ("lease=5", "must be a mapping"),
     ],
 )
@@ -75,7 +80,67 @@ def test_bad_option_is_refused_by_name(layer, message):
         merged("proj.t", layer)
 
 
+REPLACE = {"dedupe": "until_started", "on_duplicate": "replace"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ({"on_duplicate": "replace"}, "proj.t has on_duplicate='replace' and dedupe=None: .*'until_started'"),
+        (
+            {"on_duplicate": "replace", "dedupe": "until_done"},
+            "has on_duplicate='replace' and dedupe='until_done': a call is replaced until it has started",
+        ),
+        ({"debounce": 5, "dedupe": "until_done"}, "has debounce=5 and dedupe='until_done'"),
+        ({"debounce": 5, "dedupe": None}, "has debounce=5 and dedupe=None"),
+        (
+            {**REPLACE, "limit": 2},
+            "has on_duplicate='replace' and limit=2: an older call may end after",
+        ),
+        ({"debounce": 5, "limit": 2}, "has debounce=5 and limit=2: .*; leave the limit at 1"),
+        ({**REPLACE, "on_conflict": "raise"}, "on_conflict='raise': the newest call would fail .*'wait'"),
+        ({"debounce": 5, "on_conflict": "raise"}, "has debounce=5 and on_conflict='raise'"),
+        ({**REPLACE, "on_conflict": "skip"}, "on_conflict='skip': .* would be skipped, and miss"),
+        ({"debounce": 5, "on_conflict": "join"}, "on_conflict='join': .* would get the result of that run"),
+        (
+            {"debounce": 5, "on_duplicate": "return"},
+            "has debounce=5 and on_duplicate='return': .* leave",
+        ),
+        ({"debounce": 5, "on_duplicate": "raise"}, "has debounce=5 and on_duplicate='raise'"),
+        ({"debounce_leading": True}, "has debounce_leading and no debounce; add debounce=, in seconds"),
+        ({"debounce": 5, "debounce_max": 4}, r"debounce_max \(4 s\) of proj.t is shorter than its debounce"),
+        ({"debounce": 61}, r"debounce_max \(60 s\) of proj.t is shorter than its debounce \(61 s\)"),
+    ],
+)
+def test_options_that_would_lose_the_newest_call_are_refused_together(layer, message):
+    """What goes wrong else, and what to do."""
+    with pytest.raises(OptionError, match=message):
+        merged("proj.t", layer)
+
+
+@pytest.mark.parametrize("policy", ["auto", "wait", "retry", print])
+def test_newest_call_may_wait_retry_or_decide(policy):
+    """It comes back, so its arguments are not lost; a callable takes that upon itself."""
+    assert merged("t", {**REPLACE, "on_conflict": policy}).replaces
+
+
+def test_debounce_implies_that_the_newest_call_replaces_the_others():
+    """Without it a call does neither; `debounce_max` is the bound in both cases."""
+    options = merged("t", {"debounce": timedelta(seconds=5)})
+    assert (options.debounce, options.debounce_max, options.debounce_leading) == (5, 60, False)
+    assert (options.dedupe, options.on_duplicate, options.replaces) == ("until_started", "replace", True)
+    assert not merged("t").replaces
+    assert merged("t", {**REPLACE, "debounce_max": 5}).debounce_max == 5
+
+
+def test_debounce_of_a_farther_layer_can_be_switched_off():
+    """And what it implies, with it."""
+    options = merged("t", {"debounce": 5}, {"debounce": None})
+    assert (options.debounce, options.dedupe, options.replaces) == (None, None, False)
+
+
 NONE = {"max_wait": None, "at_most_for": None, "skip_result": None, "dedupe": None, "hold_on_retry": False}
+NONE |= {"debounce": None}
 
 
 @pytest.mark.parametrize("name", NONE)

@@ -26,6 +26,7 @@ from celery_setnx import (
     is_skipped,
     send_task,
     singleton,
+    superseded_by,
 )
 
 
@@ -70,6 +71,9 @@ class Misspelt(SingletonTask):
 of_a_call: SingletonOptions = {"on_conflict": "retry", "retry_delay": 0.5}
 of_several: SingletonOptions = {"limit": 5}
 no_number: SingletonOptions = {"limit": "5"}  # type: ignore[typeddict-item]  # pyright: ignore[reportAssignmentType]
+newest: SingletonOptions = {"dedupe": "until_started", "on_duplicate": "replace"}
+debounced: SingletonOptions = {"debounce": 5, "debounce_max": timedelta(minutes=1), "debounce_leading": True}
+no_flag: SingletonOptions = {"debounce_leading": 5}  # type: ignore[typeddict-item]  # pyright: ignore[reportAssignmentType]
 wrong: SingletonOptions = {"dedupe": "until_over"}  # type: ignore[typeddict-item]  # pyright: ignore[reportAssignmentType]
 
 
@@ -87,6 +91,7 @@ def calls(task: SingletonTask, app: Celery) -> None:
     assert_type(task.lock_key(1), str)
     assert_type(current_lock(), HeldLock | None)
     assert_type(is_skipped({}), bool)
+    assert_type(superseded_by({}), str | None)
 
 
 # The lock without Celery.

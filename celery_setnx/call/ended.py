@@ -75,26 +75,19 @@ def _stored_at(stored: Mapping[str, Any]) -> float:
         return 0.0
 
 
-def free_ended(
-    app: Celery,
-    task: str,
-    key: str,
-    task_id: str | None,
-    state: str,
-    client: redis.Redis | None = None,
-    generation: int = 0,
-) -> bool:
+def free_ended(app: Celery, task: str, mark: Mark, state: str, client: redis.Redis | None = None) -> bool:
     """Free the mark of a call that is `queued`, or the lock that is `held_for_retry` for it, if it has ended.
 
     True if it was there still, and is freed: nothing that names another call is touched.
     """
     if state not in ("queued", "held_for_retry"):
         return False
-    stored = stored_end(app, task, task_id or "")
+    key, task_id = mark.key, mark.task_id
+    stored = stored_end(app, task, task_id)
     if not stored or isinstance(stored.get("result"), DEATHS):
         return False
     try:
-        is_freed = _free(client or client_for(app), Mark(key, str(task_id), generation), state)
+        is_freed = _free(client or client_for(app), mark, state)
     except SetnxError as error:
         text = "%s stays %s by task %s, which has ended: %s"
         logger.info(text, key, state, task_id, error, extra=fields(task=task, task_id=task_id, key=key))

@@ -23,7 +23,7 @@ from celery_setnx.call.binding import refuse_misplaced_in_call
 from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, is_singleton
 from celery_setnx.call.later import is_published_at_once
-from celery_setnx.call.marking import Found, mark_lease_s, marking_of, refuse_times
+from celery_setnx.call.marking import Found, Marking, mark_lease_s, marking_of, refuse_times
 from celery_setnx.call.message import Call, RunningCall, attempt_of, id_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.exceptions import (
@@ -31,6 +31,7 @@ from celery_setnx.exceptions import (
     OptionError,
     UnkeyableCall,
 )
+from celery_setnx.lock.marks import Mark
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.newest import Reservation
 from celery_setnx.lock.record import Holder
@@ -120,12 +121,8 @@ def publish(
     is_asked = settled.dedupe is not None and not given_id and may_be_duplicate(guard.app, options)
     if not is_asked or (settled.replaces and has_callbacks):
         return _noted(send(*arguments, **options), deduplicated=False)
-    if settled.replaces:
-        refuse_times(guard, options, expires)
-    lease = mark_lease_s(guard.app, settled, options, expires)
-    complain = partial(_complain, told, settled.replaces)
     digests = [guard.digest_of_all(given) if settled.drops_equal else ""]
-    with marking_of(settled)(guard, settled, lease, at_once=at_once, complain=complain) as marking:
+    with _marking(guard, settled, told, options, expires, at_once=at_once) as marking:
         ((told, marked),) = marking.take([told], digests)
         if marked is not None and not has_callbacks and _is_of_ended(guard, told.key, marked):
             ((told, marked),) = marking.take([told], digests)
@@ -138,13 +135,24 @@ def publish(
     return _noted(result, deduplicated=False)
 
 
+def _marking(
+    guard: Guard, settled: Options, told: Call, options: Mapping[str, Any], expires: Any, *, at_once: bool
+) -> Marking:
+    """How a call is marked, unless it would replace others though it is put off, or may expire."""
+    if settled.replaces:
+        refuse_times(guard, options, expires)
+    lease = mark_lease_s(guard.app, settled, options, expires)
+    complain = partial(_complain, told, settled.replaces)
+    return marking_of(settled)(guard, settled, lease, at_once=at_once, complain=complain)
+
+
 def _is_of_ended(guard: Guard, key: str, marked: Found) -> bool:
     """Whether what makes it a duplicate is a call that has ended: then that is older data, and is freed."""
     if not marked.is_duplicate:
         return False
     state = marked.holder.state if marked.holder is not None else marked.state
     generation = marked.generation if isinstance(marked, Reservation) else 0
-    return free_ended(guard.app, guard.task, key, marked.task_id, state, generation=generation)
+    return free_ended(guard.app, guard.task, Mark(key, marked.task_id, generation), state)
 
 
 def send_task(

@@ -38,6 +38,7 @@ from celery_setnx.lock.line import (
     score_of,
 )
 from celery_setnx.lock.lock import MOST_PERMITS, SetnxLock
+from celery_setnx.lock.marks import Mark
 from celery_setnx.lock.names import end_name, line_names, lines_name
 from celery_setnx.lock.process import is_surely_dead
 from celery_setnx.lock.record import Heir, Holder, ServeReply, Turn
@@ -202,7 +203,9 @@ def let_the_line_go_on(
         elif holder is not None and later is not None:
             if holder.state == "held_for_retry":
                 later[key, ""] = partial(let_the_line_go_on, app, task, key, client)
-        elif holder is not None and free_ended(app, task, key, holder.task_id, holder.state, client):
+        elif holder is not None and free_ended(
+            app, task, Mark(key, holder.task_id or ""), holder.state, client
+        ):
             served = serve()
         heir = served.heir
         if heir is not None and heir.taken_over_from is not None and later is not None:

@@ -166,8 +166,12 @@ def newest_of(text: str | None, now: float, lapses_in_s: float) -> Newest | None
 def _words(text: str | None) -> list[str]:
     """The lines of what is known; none if it is not ours."""
     words = (text or "").split("\n")
-    is_ours = len(words) == _NUMBERS + 3 and all(word.isdecimal() for word in words[:_NUMBERS])
+    is_ours = len(words) == _NUMBERS + 3 and all(map(_is_number, words[:_NUMBERS]))
     return words if is_ours else []
+
+
+def _is_number(word: str) -> bool:
+    return word.isdecimal() and len(word) <= len(str(MOST)) and int(word) <= MOST
 
 
 class Ending(NamedTuple):

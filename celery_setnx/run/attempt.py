@@ -516,7 +516,8 @@ class Attempt:
 
     def _frees(self, state: str, task_id: str | None) -> bool:
         """Whether that call has ended, though Redis expects it, and its lock or mark is free now."""
-        return free_ended(self.task.app, self.task.name, self.lock.name, task_id, state)
+        mark = Mark(self.lock.name, task_id or "")
+        return free_ended(self.task.app, self.task.name, mark, state)
 
     def _may_have_twin(self) -> bool:
         """Whether another message or delivery of this attempt may have stored its result."""

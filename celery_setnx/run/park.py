@@ -95,19 +95,14 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         if _asks_courier(conflict, parked, wait, error, has_courier=has_courier):
             _send_courier(conflict, replace(parked, epoch=""), message, wait)
         return "waits", wait
-    if found.state == "stale":
-        return "stale", None
-    if found.state == "taken":
-        return "taken", None
+    if found.state in ("stale", "taken"):
+        return cast('Literal["stale", "taken"]', found.state), None
     if found.state == "superseded":
         return "turn", None  # it asks once more, and hears of the newer one
     if found.older is not None:
         with suppress(SetnxError):  # it stands behind this one, and ends at its turn
             end_wait(app, met.key, found.older, client, "is superseded")
-    look_in_s = _note_holder(conflict, found)
-    if look_in_s is None:  # it was noted before: by this call, perhaps
-        look_in_s = 0.0 if conflict.outcome.is_due else noted.look_in_s
-    wait.look_in_s = look_in_s
+    wait.look_in_s = _look_in_s(conflict, found, noted)
     # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
     if parks_first or (has_courier and found.state == "new"):
         _send_courier(conflict, parked, message, wait)
@@ -160,6 +155,14 @@ def _asks_courier(
     if has_courier and isinstance(error, LockRefused) and not isinstance(error, LockUnavailable):
         raise error  # its courier has sent it to say so
     return has_courier or bool(parked.epoch)  # without an epoch a worker puts the call back in line
+
+
+def _look_in_s(conflict: Conflict, found: ParkReply, noted: DueReply) -> float | None:
+    """In how many seconds this worker is to look at the line; None if it need not."""
+    look_in_s = _note_holder(conflict, found)
+    if look_in_s is None:  # it was noted before: by this call, perhaps
+        look_in_s = 0.0 if conflict.outcome.is_due else noted.look_in_s
+    return look_in_s
 
 
 def _note_holder(conflict: Conflict, found: ParkReply) -> float | None:

@@ -9,6 +9,7 @@
 local NUMBERS = {'reserved', 'settled', 'started', 'first', 'last', 'due', 'superseded', 'parked'}
 local TEXTS = {'parked_as', 'digest', 'task'}
 local OURS = '^' .. string.rep('(%d+)\n', #NUMBERS) .. '([^\n]*)\n([^\n]*)\n([^\n]*)$'
+local MOST = 4e15 -- as newest.py has it
 
 -- Whether a generation counts: one from far ahead of the clock would be the newest for as long. Its call is as one
 -- without a generation.
@@ -16,7 +17,10 @@ local function counts(generation) return generation > 0 and generation < now + H
 
 local function newest_of(text)
   local found, newest = {string.match(text or '', OURS)}, {}
-  for place, name in ipairs(NUMBERS) do newest[name] = tonumber(string.sub(found[place] or '0', 1, 16)) end
+  for place in ipairs(NUMBERS) do
+    if tonumber(found[place] or 0) > MOST then found = {} end -- another program's
+  end
+  for place, name in ipairs(NUMBERS) do newest[name] = tonumber(found[place] or 0) end
   for place, name in ipairs(TEXTS) do newest[name] = found[#NUMBERS + place] or '' end
 
   -- A call was sent: it replaces those before it that have not started. What has started is not touched.

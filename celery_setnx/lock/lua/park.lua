@@ -14,9 +14,8 @@
 
 -- use: lock permits ticket newest
 local task, attempt, copy, since, call = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
-local remember, shared = tonumber(ARGV[6]), ARGV[8] == '1'
+local remember, shared, generation, older = tonumber(ARGV[6]), ARGV[8] == '1', tonumber(ARGV[9] or 0), false
 local LINE, CALLS, TICKET, PERMITS, NEWEST = unpack(KEYS, 3, 7)
-local generation, older = tonumber(ARGV[9] or 0), false
 local known = redis.call('GET', PERMITS)
 if more(known, 8) then return more(known, 8) end
 redis.call('ZREM', LINE, '') -- nothing: a full server allows this, and SET and HSET behind it
