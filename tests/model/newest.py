@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-from celery_setnx.lock.newest import DROP, REPLACE, RESERVE
 from tests.model.explorer import START, Event, Property
 from tests.model.line import AWAY
 from tests.model.lock import TEXTS
@@ -28,7 +27,6 @@ LEASE, BOUND = 1_000 * SECOND, 5 * SECOND
 REMEMBER_MS = 1_000_000
 PAST = START - SECOND
 FIRST, LAST = 3, 4  # lines of what is known of the newest
-SCRIPTS = {**TEXTS, "reserve": RESERVE.text, "replace": REPLACE.text, "drop": DROP.text}
 
 Keys = tuple[tuple[bytes, Entry], ...]
 
@@ -131,6 +129,7 @@ class Replacing:
     drops: int = 0  # messages that the broker may lose
     deaths: int = 0  # publishers that may die before they send
     bounds: int = 0  # how often the bound may pass
+    begins: int = START  # us
     texts: Mapping[str, str] = field(default_factory=dict)  # a mutant's
     leaves: bool = True  # a superseded call leaves the line
     frees: bool = True  # and gives back what is held for it
@@ -138,12 +137,12 @@ class Replacing:
     settles_first: bool = False  # before it sends
 
     def __post_init__(self) -> None:
-        self.scripts = {verb: script(self.texts.get(verb, text)) for verb, text in SCRIPTS.items()}
+        self.scripts = {verb: script(self.texts.get(verb, text)) for verb, text in TEXTS.items()}
         self.known: dict[Any, tuple[Keys, tuple[Any, ...], str]] = {}
         names = Scene._fields[Scene._fields.index("crashes") :]
         calls = tuple(Published() for _ in self.digests)
         self.start = Scene(
-            (), calls, (), (), 0, 0, False, "", START, *[getattr(self, each) for each in names]
+            (), calls, (), (), 0, 0, False, "", self.begins, *[getattr(self, each) for each in names]
         )
 
     # What Redis does.
@@ -202,13 +201,19 @@ class Replacing:
             lost = scene._replace(
                 keys=(), wipes=scene.wipes - 1, now=later, started=0, settled=0, is_overdue=False
             )
-            yield Event(None, "data is lost"), self._sent_by_couriers(lost)
+            yield Event(None, "data is lost"), lost
+        if scene.now > self.begins:
+            yield from self._couriers(scene)
 
-    def _sent_by_couriers(self, scene: Scene) -> Scene:
+    def _couriers(self, scene: Scene) -> Iterator[Step]:
+        """Of calls that Redis has forgotten."""
+        calls = dict(scene.keys).get(CALLS)
+        waits = {_number(task.decode()) for task, _ in calls.value} if calls else set()
         for number, call in enumerate(scene.calls):
-            if call.phase == "sent" and call.fate in ("", "running") and number not in _coming(scene):
-                scene = _sent(scene, Message(number, call.began, "courier", again=True))
-        return scene
+            is_owed = call.phase == "sent" and call.fate in ("", "running")
+            if is_owed and number not in _coming(scene) | waits:
+                message = Message(number, call.began, "courier", again=True)
+                yield Event(number, "its courier sends it"), _sent(scene, message)
 
     def _published(self, scene: Scene) -> Iterator[Step]:
         for number, call in enumerate(scene.calls):

@@ -494,13 +494,13 @@ OF_NEWEST: dict[str, Callable[[], Replacing]] = {
     "the first leads": lambda: Replacing(FEW, leading=True),
     "the first leads, and a worker dies": lambda: Replacing("xy", leading=True, crashes=1),
     "equal calls are debounced": lambda: Replacing(bound("xx", full="xxx"), debounce=MS),
-    "an older one retries": lambda: Replacing(FEW, retries={0: 1}),
+    "an older one retries": lambda: Replacing(bound("xy", deep="xyz"), retries={0: 1}),
     "a newer one retries": lambda: Replacing("xy", retries={1: 1}),
     "locks held for retries": lambda: Replacing("xy", retries={0: 1}, hold=True, crashes=bound(0, full=1)),
 }
 LESS_OF_NEWEST: dict[str, Callable[[], Replacing]] = {
     "replies that are lost": lambda: Replacing(FEW, losses=1),
-    "workers that die": lambda: Replacing(FEW, crashes=1),
+    "workers that die": lambda: Replacing(bound("xy", deep="xyz"), crashes=bound(1, full=2)),
     "data is lost": lambda: Replacing("xy", wipes=1, crashes=bound(0, full=1)),
 }
 SCENARIOS: dict[str, Scenario] = {

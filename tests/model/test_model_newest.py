@@ -11,7 +11,8 @@ import pytest
 
 from tests.bounds import bound
 from tests.model.explorer import assert_broken
-from tests.model.newest import SAFETY, SCRIPTS, Replacing, older_is_woken
+from tests.model.lock import TEXTS
+from tests.model.newest import SAFETY, Replacing, older_is_woken
 
 LASTS = "int(math.max(ms, redis.call('PTTL', key)))"
 OF_SCRIPTS: list[tuple[str, str, str, str, str, dict[str, Any]]] = [
@@ -176,8 +177,8 @@ OF_PROGRAMS: list[tuple[str, str, dict[str, Any]]] = [
 )
 def test_mistake_in_a_script_is_found(verb, right, wrong, breaks, about):
     """By the property that it should break."""
-    assert SCRIPTS[verb].count(right) == 1
-    world = Replacing(**about, texts={verb: SCRIPTS[verb].replace(right, wrong)})
+    assert TEXTS[verb].count(right) == 1
+    world = Replacing(**about, texts={verb: TEXTS[verb].replace(right, wrong)})
     assert_broken(world, breaks, SAFETY, goal=world.is_over)
 
 
@@ -190,5 +191,5 @@ def test_mistake_in_a_program_is_found(breaks, about):
 
 @pytest.mark.parametrize("fault", bound(["losses"], full=["losses", "crashes"]))
 def test_older_call_is_told_of_once(fault):
-    """What is not promised: one that parks, and does not hear of an older call, wakes it; that waits for its turn."""
+    """What is not promised: an older call of which nobody hears is woken; it waits for its turn."""
     assert_broken(Replacing("xyz", **{fault: 1}), "older_is_woken", [older_is_woken])
