@@ -314,7 +314,19 @@ class Replacing:
         token = process.token or _new_token(scene, f"{name}|{message.attempt}|")
         begun = REMEMBER_MS if message.again or message.copy != ORIGINAL else 0
         keys = (LOCK, RECORD, LINE, CALLS, NEWEST, _ticket(name), PERMITS)
-        told = (token, LEASE, REMEMBER_MS, "", "", message.copy, begun, 0, call.since, message.attempt, 1)
+        told: tuple[Any, ...] = (
+            token,
+            LEASE,
+            REMEMBER_MS,
+            "",
+            "",
+            message.copy,
+            begun,
+            0,
+            call.since,
+            message.attempt,
+            1,
+        )
         told += (int(message.again), 0, call.generation, BOUND, int(call.leads), REMEMBER_MS)
         is_free = LOCK not in dict(scene.keys) and LINE not in dict(scene.keys)
         for after, reply, what in self.answers(scene, "acquire", keys, *told):
