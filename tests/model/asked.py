@@ -69,7 +69,9 @@ LONG = (3_000 * SECOND, 8_000 * SECOND)  # us: less than an hour, and more
 def explored_calls() -> dict[str, list[Call]]:
     """By verb, calls that the scenarios make first."""
     found: dict[str, dict[Call, None]] = {verb: {} for verb in TEXTS}
-    for scenario in SCENARIOS.values():
+    for name, scenario in SCENARIOS.items():
+        if name.startswith("newest"):  # it runs its scripts itself
+            continue
         world = scenario.make()
         with suppress(RuntimeError):  # there are more states
             explore(world, (), STATES)
@@ -129,6 +131,7 @@ def _later(call: Call, us: int) -> Call:
     store = store._replace(
         mark=store.mark and store.mark._replace(expiry=ms(store.mark.expiry)),
         done=store.done and store.done._replace(expiry=ms(store.done.expiry)),
+        newest=store.newest and store.newest._replace(expiry=ms(store.newest.expiry)),
         starts=Starts(
             tuple((began + us, number, fence) for began, number, fence in store.starts.times),
             ms(store.starts.expiry),
@@ -290,7 +293,8 @@ def _marks(call: Call, draw: random.Random) -> Call:
     if call.name in ("mark", "if_same", "forget") and draw.random() < 0.1:
         mark = done = NOT_A_STRING
     marks = [None if draw.random() < 0.2 else Mark(text, expiry) for text in (mark, done)]
-    return call._replace(store=call.store._replace(mark=marks[0], done=marks[1]))
+    newest = Mark("1", expiry) if call.name == "look" and draw.random() < 0.5 else None
+    return call._replace(store=call.store._replace(mark=marks[0], done=marks[1], newest=newest))
 
 
 def _ticket(call: Call, draw: random.Random) -> Call:

@@ -5,7 +5,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx.lock import line, look, marks, verbs
+from celery_setnx.lock import line, look, marks, newest, verbs
 from celery_setnx.lock.scripts import PermitScript
 
 CLOCK_KEY = "test:clock"
@@ -29,6 +29,9 @@ SCRIPTS = {
     "due": (line, "DUE"),
     "sweep": (line, "SWEEP"),
     "settle": (line, "SETTLE"),
+    "reserve": (newest, "RESERVE"),
+    "replace": (newest, "REPLACE"),
+    "drop": (newest, "DROP"),
 }
 
 

@@ -17,6 +17,7 @@ from tests.model.layout import (
     LINE,
     LOCK,
     MARK,
+    NEWEST,
     PERMITS,
     RECORD,
     STARTS,
@@ -232,7 +233,7 @@ class Lock:
         count: int = 1,
     ) -> Answer:
         """lua/park.lua."""
-        keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, *others(count))
+        keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, NEWEST, *others(count))
         told = task, attempt, copy, since, call, remember, terms, shared
         return self._run("park#" if count > 1 else "park", store, now, keys, *told)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.model.edits import permits_in
 from tests.model.grants import DEAD, HELD, caller_of, choice_of
-from tests.model.layout import CALLS, DONE, LINE, LOCK, MARK, PERMITS, RECORD, STARTS
+from tests.model.layout import CALLS, DONE, LINE, LOCK, MARK, NEWEST, PERMITS, RECORD, STARTS
 from tests.model.line import AWAY, waiting
 from tests.model.lock import Call
 from tests.model.permits import (
@@ -25,7 +25,7 @@ from tests.simulation.scripts import Script
 if TYPE_CHECKING:
     from tests.model.contract import Played
 
-KEYS = (LOCK, RECORD, LINE, PERMITS, MARK, DONE, STARTS)
+KEYS = (LOCK, RECORD, LINE, PERMITS, MARK, DONE, STARTS, NEWEST)
 """The keys of a look, but for those of other permits."""
 
 NOBODY = "\n"
@@ -60,6 +60,7 @@ def _told_of(call: Call) -> list[Any]:
         len(waits) // 2,
         *_mark(store.mark, now),
         *_mark(store.done, now),
+        *_mark(store.newest, now),
         len(permits),
         len(told),
         *[each for of_one in told for each in of_one],

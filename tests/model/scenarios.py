@@ -12,6 +12,8 @@ from tests.bounds import DEEP, bound
 from tests.model import properties
 from tests.model.clients import Call, Classic, Counted, Freed, LateCopy, Ours, Parent, ParentOfCounted
 from tests.model.explorer import Property, Result, World, explore
+from tests.model.newest import SAFETY as REPLACES
+from tests.model.newest import TOLD_ONCE, Replacing
 from tests.model.properties import (
     MARKS,
     PACED,
@@ -23,7 +25,7 @@ from tests.model.properties import (
     slowest_acquire,
     slowest_publish,
 )
-from tests.model.store import Store
+from tests.model.store import MS, Store
 from tests.model.waiters import (
     Waiters,
     at_most_once,
@@ -479,6 +481,28 @@ OF_LINES = {
         lambda: Waiters("ab", lapses=1, crashes=bound(0, full=1)), [at_most_once], "is_over"
     ),
 }
+FEW, MANY = bound("xy", full="xyz"), bound("xy", full="xyz", deep="xyzx")  # arguments of calls, in order
+OF_NEWEST: dict[str, Callable[[], Replacing]] = {
+    "three calls": lambda: Replacing("xyz", slots=bound(2, full=3)),
+    "equal calls": lambda: Replacing(bound("xx", full="xyx")),
+    "equal calls of which one is revoked": lambda: Replacing(bound("xx", full="xyy"), revokes=1),
+    "a call that is revoked": lambda: Replacing(MANY, revokes=1),
+    "messages that are lost, publishers that die": lambda: Replacing(MANY, drops=1, deaths=1),
+    "a second delivery": lambda: Replacing(FEW, seconds=1),
+    "the bound passes": lambda: Replacing(MANY, bounds=bound(1, full=2)),
+    "the bound passes, and a worker dies": lambda: Replacing("xy", bounds=1, crashes=1),
+    "the first leads": lambda: Replacing(FEW, leading=True),
+    "the first leads, and a worker dies": lambda: Replacing("xy", leading=True, crashes=1),
+    "equal calls are debounced": lambda: Replacing(bound("xx", full="xxx"), debounce=MS),
+    "an older one retries": lambda: Replacing(bound("xy", deep="xyz"), retries={0: 1}),
+    "a newer one retries": lambda: Replacing("xy", retries={1: 1}),
+    "locks held for retries": lambda: Replacing("xy", retries={0: 1}, hold=True, crashes=bound(0, full=1)),
+}
+LESS_OF_NEWEST: dict[str, Callable[[], Replacing]] = {
+    "replies that are lost": lambda: Replacing(FEW, losses=1),
+    "workers that die": lambda: Replacing(bound("xy", deep="xyz"), crashes=bound(1, full=2)),
+    "data is lost": lambda: Replacing("xy", wipes=1, crashes=bound(0, full=1)),
+}
 SCENARIOS: dict[str, Scenario] = {
     **{
         f"lock, {name}": Scenario(make, SAFETY, in_time=acquires_within(LONGEST))
@@ -512,6 +536,8 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"line, {name}": Scenario(make, SAFE, "is_over") for name, make in LINES.items()},
     **{f"line of permits, {name}": _of_permits(make) for name, make in LINES_OF_PERMITS.items()},
     **{f"line, {name}": scenario for name, scenario in OF_LINES.items()},
+    **{f"newest, {name}": Scenario(make, REPLACES, "is_over") for name, make in OF_NEWEST.items()},
+    **{f"newest, {name}": Scenario(make, TOLD_ONCE, "is_over") for name, make in LESS_OF_NEWEST.items()},
     **{
         f"paced line, {name}": Scenario(make, _of_paced_line(name), "is_over")
         for name, make in PACED_LINES.items()

@@ -29,8 +29,8 @@ NOBODY = Record("", 0, 0, "", 0)
 
 
 class Mark(NamedTuple):
-    """A queued call, or one that has succeeded: its task id (of that one its token), and the millisecond at
-    which the key expires (None: never).
+    """A queued call, one that has succeeded, or what is known of the newest: its task id, its token, or that
+    text; and the millisecond at which the key expires (None: never).
 
     The task id is NOT_A_STRING if a foreign program made a list of the key.
     """
@@ -127,6 +127,7 @@ class Store(NamedTuple):
     known: Known | None = None
     done: Mark | None = None
     starts: Starts = Starts()
+    newest: Mark | None = None
 
     @property
     def holder(self) -> Record:
@@ -151,6 +152,8 @@ def purge(store: Store, now: int) -> Store:
     left = Store(value, expiry, record, record_expiry, mark, *store[5:])
     if left.done is not None and left.done.expiry is not None and now_ms > left.done.expiry:
         left = left._replace(done=None)
+    if left.newest is not None and left.newest.expiry is not None and now_ms > left.newest.expiry:
+        left = left._replace(newest=None)
     if left.starts.expiry is not None and now_ms > left.starts.expiry:
         left = left._replace(starts=Starts())
     if not store.others:

@@ -212,7 +212,7 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
     is_right = found.word in REFUSED or (found.word == "handed") == is_handed
     line = [name for _, name in found.after.line.places]
     place = 1 + line.index(task) if task in line else 0
-    return is_right and found.words[1:] == [str(call.now), *_pair_of(permit, call.now), str(place)]
+    return is_right and found.words[1:] == [str(call.now), *_pair_of(permit, call.now), str(place), None]
 
 
 def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
