@@ -9,6 +9,7 @@ import pytest
 SHARES = {
     "locks": "promise and locks",
     "calls": "promise and calls",
+    "newest": "promise and newest",
     "planted defects, and replays": "not promise",
 }
 

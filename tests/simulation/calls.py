@@ -49,6 +49,19 @@ TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "paced": ({"on_conflict": "wait", "rate": (2, 1)}, {}),
     "slow": ({"on_conflict": "wait", "rate": (1, 3)}, LATE),
 }
+NEWEST_WINS = {"dedupe": "until_started", "on_duplicate": "replace", "debounce_max": 4}
+DEBOUNCED = {"debounce": 1.5, "debounce_max": 4}
+NEWEST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "newest": (NEWEST_WINS, LATE),
+    "newest_early": (NEWEST_WINS, {}),
+    "newest_holds": ({**NEWEST_WINS, "hold_on_retry": True}, LATE),
+    "newest_retries": (
+        {**NEWEST_WINS, "on_conflict": "retry", "retry_delay": 0.2, "retry_delay_max": 1.0},
+        LATE,
+    ),
+    "debounced": (DEBOUNCED, LATE),
+    "leads": ({**DEBOUNCED, "debounce_leading": True}, LATE),
+}
 _playing: Calls
 _apps: list[Celery] = []
 
@@ -63,7 +76,7 @@ def make_app() -> Celery:
     app = Celery("simulated", broker="redis://broker/0", backend="cache+memory://", set_as_current=False)
     app.conf.update(broker_transport="tests.simulation.workers:Transport", setnx_url="redis://redis/0")
     app.conf.update(task_publish_retry=False, worker_hijack_root_logger=False)
-    for name, (options, celery) in TASKS.items():
+    for name, (options, celery) in {**TASKS, **NEWEST}.items():
         about = {"bind": True, "base": SingletonTask, "shared": False, **celery}
         app.task(name=name, singleton={"key": (), "lease": LEASE_S, **options}, **about)(work)
     app.finalize()
@@ -72,6 +85,9 @@ def make_app() -> Celery:
 
 class Calls:
     """One seed of it."""
+
+    tasks = TASKS
+    publisher: Callable[[Calls], Publisher] = Publisher
 
     def __init__(self, seed: int, task: str = "") -> None:
         global _playing
@@ -88,7 +104,7 @@ class Calls:
             for name in [name for name in app.__dict__ if name.startswith("_setnx")]:
                 del app.__dict__[name]
         choice = world.random.choice
-        self.task = choice([task] if task else list(TASKS))
+        self.task = choice([task] if task else list(self.tasks))
         self.key = f"setnx:{{{self.task}}}"
         self.sent: dict[str, tuple[str, int]] = {}  # what the body does, and the epoch
         self.lives: dict[tuple[str, int], list[Life]] = {}
@@ -106,14 +122,19 @@ class Calls:
         self.publishers: list[Process] = []
         self.publish()
 
+    @property
+    def mark_ends_at_start(self) -> bool:
+        """Whether no call is a duplicate of one that has begun."""
+        return self.task == "queued"
+
     def publish(self) -> None:
         """Start a publisher, or one in the stead of one that has died."""
         self.publishers.append(self.world.process_of(f"publisher-{len(self.publishers)}"))
-        self.world.spawn(self.publishers[-1], Publisher(self).run, "publisher")
+        self.world.spawn(self.publishers[-1], type(self).publisher(self).run, "publisher")
 
     def watch(self) -> None:
         """Look at the line, again and again."""
-        options = TASKS[self.task][0]
+        options = self.tasks[self.task][0]
         rate, limit = options.get("rate"), options.get("limit", 1)
         # What was lost is put back half a lease later: a holder may say first that it is there still.
         kept_s = PACE_KEPT_S + (LEASE_S / 2 if self.server.epoch else 0.0)
@@ -270,7 +291,7 @@ class Calls:
 
     def play(self) -> World:
         """The world, when all is over: lines go on in 30 s, and what Redis has lost comes by a courier."""
-        world, is_paced = self.world, "rate" in TASKS[self.task][0]
+        world, is_paced = self.world, "rate" in self.tasks[self.task][0]
         for last_s in CALM_S:
             world.run(world.calm_at_us + round(last_s * US))
             left: list[str] = []

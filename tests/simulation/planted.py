@@ -18,7 +18,8 @@ from celery_setnx import request
 from celery_setnx.call import ended, guard, marking, wake
 from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
-from celery_setnx.lock.line import DueReply
+from celery_setnx.lock import newest as generations
+from celery_setnx.lock.line import PARK, DueReply
 from celery_setnx.lock.record import ORIGINAL
 from celery_setnx.lock.scripts import Script
 from celery_setnx.run import (
@@ -35,7 +36,7 @@ from celery_setnx.run import (
     sweep,
 )
 from celery_setnx.run.decide import Ask, End, Facts
-from tests.simulation import calls, locks
+from tests.simulation import calls, locks, newest
 from tests.simulation.scheduler import World
 from tests.simulation.substitutes import monotonic
 
@@ -271,8 +272,8 @@ def marks_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks last for the queue lease before their messages are sent."""
     take = marking.Marking.take
 
-    def extending(of: marking.Marking, batch: Any) -> Any:
-        found = take(of, batch)
+    def extending(of: marking.Marking, *batch: Any) -> Any:
+        found = take(of, *batch)
         of._extend(of._taken)
         return found
 
@@ -373,6 +374,63 @@ def outage_puts_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wake, "_take_back", lambda *_args: None)
 
 
+def start_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call starts, and calls that are older are not superseded by that."""
+    plant(monkeypatch, verbs.ACQUIRE, "  newest.start(generation, call.task)\n", "")
+
+
+def replaced_before_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call replaces those before it though its message is never sent."""
+    take = marking.Replacing.take
+
+    def settling(of: marking.Marking, *batch: Any) -> Any:
+        found = take(of, *batch)
+        of._extend(of._taken)
+        return found
+
+    monkeypatch.setattr(marking.Replacing, "take", settling)
+
+
+def retry_is_of_no_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry is not superseded by a newer call that has begun."""
+    call = guard.Guard.call
+
+    def told(*args: Any, **more: Any) -> Any:
+        return call(*args, **more)._replace(generation=0)
+
+    monkeypatch.setattr(guard.Guard, "call", told)
+
+
+def never_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is published faster than its messages travel is never run."""
+    plant(monkeypatch, verbs.ACQUIRE, "now >= newest.first + bound", "false")
+
+
+def first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time that a call has waited counts for those after it."""
+    plant(monkeypatch, verbs.ACQUIRE, "newest.first, newest.superseded = 0, 0", "newest.superseded = 0")
+
+
+def place_without_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reply ends early if an older call is known, and has its turn: the call that parks fails."""
+    plant(monkeypatch, PARK, "older = place and its or false", "older = place and its")
+
+
+def equal_to_an_older(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is dropped as a duplicate of one that has begun."""
+    plant(
+        monkeypatch,
+        generations.RESERVE,
+        "is_pending = newest.settled > newest.started",
+        "is_pending = newest.settled > 0",
+    )
+
+
+def no_quiet_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that waits for newer ones is sent without a countdown."""
+    monkeypatch.setattr(marking.Replacing, "delayed", lambda _of, call, _found: (call, {}))
+
+
 class Planted(NamedTuple):
     """A defect, the scenario that finds it, and a seed by which it does at present: it is played first."""
 
@@ -423,4 +481,12 @@ PLANTED = [
     Planted(partial(calls.play, task="unique"), ended_stays, 65),
     Planted(partial(calls.play, task="waits"), unplaced_not_put_back, 1252),
     Planted(partial(calls.play, task="waits"), outage_puts_off, 37),
+    Planted(partial(newest.play, task="newest"), start_not_noted, 0),
+    Planted(partial(newest.play, task="newest"), replaced_before_sent, 10),
+    Planted(partial(newest.play, task="newest_holds"), retry_is_of_no_generation, 9),
+    Planted(partial(newest.play, task="debounced"), never_overdue, 25),
+    Planted(partial(newest.play, task="debounced"), first_stays, 2),
+    Planted(partial(newest.play, task="debounced"), place_without_call, 4),
+    Planted(partial(newest.play, task="newest"), equal_to_an_older, 6),
+    Planted(partial(newest.play, task="debounced"), no_quiet_time, 0),
 ]

@@ -104,7 +104,7 @@ class Publisher:
         failed_us = max(self.failed.get(task_id, asked_us), world.calm_at_us)
         if asked_us - failed_us > SWEPT_S * US and not scene.has_lost_its_parent(task_id):
             why = "had failed"
-        if scene.task == "queued" and scene.began.get(task_id, asked_us) < asked_us:
+        if scene.mark_ends_at_start and scene.began.get(task_id, asked_us) < asked_us:
             why = "had begun"
         refused_us = scene.broker.failed.get(("refused", task_id), asked_us)
         is_hindered = world.process.was_hindered(refused_us)  # when it took the mark back

@@ -50,6 +50,8 @@ class Broker:
         # By call: when a publish failed in the child that ran it, such as its courier's, and in which child.
         self.failed_for: dict[str, tuple[int, Process]] = {}
         self.on_refused: Callable[[str], None] = lambda _task_id: None
+        self.on_taken: Callable[[Any], None] = lambda _message: None
+        self.travel_s = 0.0  # for which a message that it has taken is on its way
         # Processes that died unheard when their call had parked: in which epoch, and when.
         self.parked: dict[Process, tuple[int, int]] = {}
         self.is_failed: dict[str, bool] = {}  # whether a call was told as failed when its last delivery began
@@ -64,7 +66,12 @@ class Broker:
         self.world.sleep(self.world.random.random() ** 4 * 0.01)
         task_id = message["headers"]["id"]
         self._may_be("refused", task_id)
-        self.add(message)
+        if self.travel_s:
+            self.taken.add(task_id)
+            self.world.at(self.world.now_us + round(self.travel_s * 1e6), partial(self.add, message))
+        else:
+            self.add(message)
+        self.on_taken(message)
         self._may_be("unconfirmed", task_id)
         substitutes.step()
 
