@@ -59,7 +59,7 @@ end
 if newest and newest.parked < generation then
   local its = newest.parked_as
   local place = its ~= task and is_known(CALLS, its) and tonumber(redis.call('ZSCORE', LINE, its) or nil)
-  older = place and its
+  older = place and its or false
   if place and place < tonumber(since) then
     redis.call('ZADD', LINE, since, its)
     since = int(place)
