@@ -40,7 +40,9 @@ class Journal:
         self.records, self.results = records, results
         self.calls = {record["id"]: record for record in of_kind(records, "reserved")}
         self.sent = {record["id"]: record["t"] for record in of_kind(records, "sent")}
-        self.received = {record["id"] for record in of_kind(records, "received")}
+        self.received: dict[str, float] = {}
+        for record in of_kind(records, "received"):
+            self.received.setdefault(record["id"], record["t"])
         self.bodies: dict[str, list[Record]] = defaultdict(list)
         for body in of_kind(records, "begin"):
             self.bodies[body["key"]].append(body)
@@ -69,7 +71,7 @@ def judged(
     broken = [*_fell(journal), *_older_at_last(journal), *_misnumbered(journal), *_ill_ended(journal)]
     if quiet_s:
         broken += _early(journal, quiet_s, most_s)
-    return Verdict(broken, _counts(journal), _figures(journal, most_s) if quiet_s else {})
+    return Verdict(broken, _counts(journal), _figures(journal, quiet_s, most_s) if quiet_s else {})
 
 
 def _fell(journal: Journal) -> Iterator[str]:
@@ -146,7 +148,7 @@ def _early(journal: Journal, quiet_s: float, most_s: float) -> Iterator[str]:
                 yield f"{key}: {body} began {due - body['t']:.3f} s before it was due"
 
 
-def _figures(journal: Journal, most_s: float) -> dict[str, list[float]]:
+def _figures(journal: Journal, quiet_s: float, most_s: float) -> dict[str, list[float]]:
     """Delays, apart for starts before which a process was killed: a message of its comes again later."""
     kills = [record["t"] for record in of_kind(journal.records, "kill")]
     found: dict[str, list[float]] = defaultdict(list)
@@ -154,12 +156,13 @@ def _figures(journal: Journal, most_s: float) -> dict[str, list[float]]:
         starts = list(_starts(journal, key))
         found["bodies of a key"].append(len(starts))
         for body, first in starts:
-            told = any(first < kill < body["t"] for kill in kills)
-            met = ", a process was killed meanwhile" if told else ""
-            found[f"from the first call to the body{met}"].append(body["t"] - first)
-            began = journal.calls[body["id"]]["began"]
+            began, received = journal.calls[body["id"]]["began"], journal.received[body["id"]]
+            due = min(began + quiet_s, max(began, first + most_s))
+            met = ", a process was killed meanwhile" if any(first < at < body["t"] for at in kills) else ""
             found[f"from the call to its body{met}"].append(body["t"] - began)
             found[f"past debounce_max{met}"].append(max(0.0, body["t"] - first - most_s))
+            found[f"past its time, in the queue{met}"].append(max(0.0, received - due))
+            found[f"past its time, with a worker{met}"].append(max(0.0, body["t"] - max(due, received)))
     return found
 
 
