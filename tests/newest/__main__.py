@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -114,6 +115,7 @@ def main() -> int:
                 "seed": chosen.seed,
                 "took_s": round(time.monotonic() - began),
                 "machine": about,
+                "load": round(os.getloadavg()[0], 1),  # delays are of that, above all
                 "broken": verdict.broken,
                 "counts": verdict.counts,
                 "figures": {name: summary(seconds) for name, seconds in verdict.figures.items()},
