@@ -50,10 +50,6 @@ class Journal:
         for call in self.calls.values():
             self.of_key[call["key"]].append(call)
 
-    def settled(self, key: str) -> list[Record]:
-        """The calls of a key whose publishing has returned, and that the broker has not lost."""
-        return [call for call in self.of_key[key] if call["id"] in self.sent and call["id"] in self.received]
-
     @property
     def lost(self) -> list[str]:
         """Calls that were sent, and that no worker has received: a killed one had read them only just."""
@@ -84,11 +80,16 @@ def _fell(journal: Journal) -> Iterator[str]:
 
 
 def _older_at_last(journal: Journal) -> Iterator[str]:
-    """A key whose last body is not that of its newest settled call, or of a newer one."""
-    for key in journal.of_key:
-        newest = max(journal.settled(key), key=lambda call: call["generation"], default=None)
+    """A key whose last body is not that of its newest settled call, or of a newer one.
+
+    Nothing is promised of a key whose newest call the broker has lost: it has replaced those before it.
+    """
+    lost = journal.lost
+    for key, calls in journal.of_key.items():
+        settled = [call for call in calls if call["id"] in journal.sent]
+        newest = max(settled, key=lambda call: call["generation"], default=None)
         last = journal.bodies[key][-1]["generation"] if journal.bodies[key] else 0
-        if newest and last < newest["generation"]:
+        if newest and newest["id"] not in lost and last < newest["generation"]:
             yield f"{key}: its last body has generation {last}, and {newest} was sent"
 
 

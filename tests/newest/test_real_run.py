@@ -92,6 +92,8 @@ def test_call_that_nobody_received_is_found_unless_a_worker_was_killed():
     assert len(broken(lost, {"a": BOTH_RAN["a"]})) == 1
     killed = [{"kind": "kill", "how": "worker", "t": 2}]
     assert broken([*lost, killed], {"a": BOTH_RAN["a"]}) == []
+    replaced = [A, B, call("c", 2.5, received=False), body("a", 3, 1), killed]
+    assert broken(replaced, {"a": BOTH_RAN["a"], "b": skipped("c")}) == []
 
 
 def test_call_that_was_not_sent_replaces_nobody():
