@@ -40,6 +40,12 @@ IMPORTS = {
     "SingletonTask, after both": "from celery_setnx import SingletonTask",
 }
 NOTHING, RATED, WAITS = "nothing", "celery_setnx, a rate", "celery_setnx, waits in line"
+QUEUED, NEWEST, BURST = (
+    *("celery_setnx, until_started", "celery_setnx, newest wins"),
+    "celery_setnx, newest wins, five times",
+)
+FIVE = 5
+"""Calls of each key in a burst, whose arguments differ."""
 CYCLES, CALLS = 50, 10
 BATCH = 20  # calls of a fan_out: the server reads what they send to it in one go
 HOST = "worker-1.example.com"
@@ -131,11 +137,11 @@ class Windows:
         self._file.write_text(json.dumps(self._notes))
         os._exit(0)
 
-    def steps(self, name: str) -> Iterator[None]:
-        """Windows of a worker, from one body to another: each takes a step."""
+    def steps(self, name: str, each: int = 1) -> Iterator[None]:
+        """Windows of a worker, from one body to another: each takes a step, which is of so many calls."""
         for number in range(MESSAGES):
             if number > CALLS and number % CALLS == 0:
-                self.end(name, CALLS)
+                self.end(name, CALLS * each)
             if number >= CALLS and number % CALLS == 0 and number + 1 < MESSAGES:
                 self.begin()
             yield
@@ -177,6 +183,30 @@ def _publish(windows: Windows) -> None:
     take("fan_out, dedupe", BATCH, fan_out.OWN, fan_out.fan_out)
     take("celery-singleton, ten times", CALLS, fan_out.SINGLETON_90, fan_out.delay, fan_out.REPEATS)
     take("fan_out, dedupe, ten times", BATCH, fan_out.OWN_90, fan_out.fan_out, fan_out.REPEATS)
+    for name, way in _of_newest(WAYS[OURS].base).items():
+        take(name, CALLS, way, fan_out.delay)
+
+
+def key_of_five(number: int) -> int:
+    """The key of a burst's calls."""
+    return number // FIVE
+
+
+def _of_newest(base: Any) -> dict[str, Way]:
+    """Calls of which each key's first, or newest, counts: of a key each, and five of a key."""
+    from benchmarks.workerapp import Way
+
+    first: dict[str, Any] = {"dedupe": "until_started"}
+    newest = {
+        **first,
+        "on_duplicate": "replace",
+        "debounce_max": LEASE_S,
+    }  # else older ones run after a minute
+    ways = {QUEUED: first, NEWEST: newest, "celery_setnx, debounce": {"debounce": 5}}
+    found = {name: Way(base, {"singleton": options}) for name, options in ways.items()}
+    for name, options in ways.items():
+        found[f"{name}, five times"] = Way(base, {"singleton": {**options, "key": key_of_five}})
+    return found
 
 
 def _lock(windows: Windows) -> None:
@@ -214,6 +244,7 @@ def ways_of(scene: str) -> dict[str, Way]:
     return {
         OURS: ours,
         RATED: Way(ours.base, {"singleton": rated}),
+        **{name: way for name, way in _of_newest(ours.base).items() if name in (QUEUED, NEWEST, BURST)},
         WAITS: Way(ours.base, {"singleton": wait}),
     }
 
@@ -239,9 +270,14 @@ def publish(scene: str, locks: Server, broker: Server) -> None:
     """Fill the queue of a scene's worker, but for calls that are to wait."""
     app = app_of(scene, locks, broker)
     for name in ways_of(scene):
-        for number in range(MESSAGES if name != WAITS else 0):
+        for number in range(MESSAGES * _each(name) if name != WAITS else 0):
             app.tasks[name].delay(number)
     app.close()
+
+
+def _each(name: str) -> int:
+    """How many calls there are to a body."""
+    return FIVE if name == BURST else 1
 
 
 def workers(windows: Windows) -> None:
@@ -259,7 +295,7 @@ def our_workers(windows: Windows) -> None:
 
 def _be_worker(scene: str, windows: Windows) -> None:
     """Run all that is in the queue, and then what waits."""
-    steps = {name: windows.steps(f"run: {name}") for name in ways_of(scene)}
+    steps = {name: windows.steps(f"run: {name}", _each(name)) for name in ways_of(scene)}
     if WAITS in steps:
         steps[WAITS] = _lines(windows, lambda: app.tasks[WAITS])
     left = iter(range((len(steps) - (WAITS in steps)) * MESSAGES - 1, -1, -1))
