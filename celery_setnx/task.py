@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
@@ -35,6 +35,7 @@ from celery_setnx.call.binding import (
 )
 from celery_setnx.call.fanout import CallOutcome, FanningOut, FanOut
 from celery_setnx.call.guard import DECORATED, Guard, decorated
+from celery_setnx.call.marking import refuse_long_debounce
 from celery_setnx.call.message import Call, RunningCall
 from celery_setnx.call.outermost import is_celerys_own, is_from_celery, stand_outermost
 from celery_setnx.call.publish import publish, refuse_unseen
@@ -701,9 +702,20 @@ def _note_import(sender: Any, **_details: Any) -> None:
 def refuse(app: Celery) -> None:
     """Refuse an app that has a wrong option, in one error for all of them."""
     app.finalize()
-    found = dict.fromkeys(map(str, refusals(app)))
+    found = dict.fromkeys(map(str, [*refusals(app), *_long_debounces(app)]))
     if found:
         raise OptionError("\n".join(found))
+
+
+def _long_debounces(app: Celery) -> Iterator[OptionError]:
+    """What the app's broker does not allow; not when a task is bound, before all settings are known."""
+    for task in list(app._tasks.values()):
+        guard = task._guard if isinstance(task, SingletonTask) else None
+        if guard is not None:
+            try:
+                refuse_long_debounce(app, task.name, guard.options)
+            except OptionError as error:
+                yield error
 
 
 def refusals(app: Celery) -> list[OptionError]:

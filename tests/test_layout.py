@@ -125,7 +125,7 @@ def test_every_module_says_what_it_is_for_and_asserts_nothing():
 SCRIPTS = {path.stem: path.read_text() for path in (PACKAGE / "lock" / "lua").glob("*.lua")}
 IN_FRONT = (
     *("lock", "store", "grant", "permits", "line", "ticket", "pace", "start", "claim", "hand", "duplicate"),
-    "newest",
+    *("newest", "supersede"),
 )
 
 
@@ -162,7 +162,7 @@ def test_scripts_are_called_by_the_functions_beside_them():
         assert not {name.lstrip("_") for name in named} & {verb.upper() for verb in made}, module
 
 
-MOST_LINES = {"acquire": 80}  # whose turn it is, who gives way, and where it waits, in one step
+MOST_LINES = {"acquire": 74}  # whose turn it is, who gives way, and where it waits, in one step
 
 
 @pytest.mark.parametrize("name", sorted(SCRIPTS))

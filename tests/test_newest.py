@@ -34,7 +34,7 @@ NAME = newest_name(KEY)
 REMEMBER = 600.0
 FIELDS = (
     *("reserved", "settled", "started", "first", "last", "due", "superseded", "parked"),
-    *("parked_as", "digest", "task"),
+    *("parked_as", "replaced", "digest", "task"),
 )
 
 
@@ -51,7 +51,10 @@ def known(client: redis.Redis) -> dict[str, Any]:
 
 def reserve(client: redis.Redis, task_id: str = "a", digest: str = "", **debounce: Any) -> Reservation:
     """What a publisher does before it sends."""
-    wanted, told = [Wanted(KEY, task_id, digest)], {"debounce": Debounce(**debounce), "remember": REMEMBER}
+    wanted, told = (
+        [Wanted(KEY, task_id, digest)],
+        {"debounce": Debounce(**debounce), "lease": REMEMBER, "remember": REMEMBER},
+    )
     (found,) = reserve_all(client, wanted, **told)
     assert isinstance(found, Reservation), found
     return found

@@ -192,8 +192,11 @@ class FanningOut:
 
     def _say_what_became(self) -> None:
         if self.counts.duplicates:  # one line for all of them
+            text = "%d of %d calls of %s are not published: the same calls are queued or running already."
+            if self.replaces:
+                text = "%d of %d calls of %s are not published: later ones are, or equal ones are queued."
             logger.info(
-                "%d of %d calls of %s are not published: the same calls are queued or running already.",
+                text,
                 self.counts.duplicates,
                 self.counts.total,
                 self.task.name,

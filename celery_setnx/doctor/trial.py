@@ -10,7 +10,6 @@ from typing import Any
 import redis
 from celery import bootsteps
 
-from celery_setnx.call.marking import refuse_long_debounce
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.connection import client_for
 from celery_setnx.doctor.app import findings_at_start
@@ -75,7 +74,6 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
             guard = getattr(task, "_guard", None)
             if guard is not None:
                 guard.check_backend(guard.options)
-                refuse_long_debounce(app, task.name, guard.options)
         for found in findings_at_start(app):
             logger.warning("%s", " ".join(filter(None, (found.what, found.why, found.do))))
         client = client_for(app)

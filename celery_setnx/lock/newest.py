@@ -166,7 +166,7 @@ def newest_of(text: str | None, now: float, lapses_in_s: float) -> Newest | None
 def _words(text: str | None) -> list[str]:
     """The lines of what is known; none if it is not ours."""
     words = (text or "").split("\n")
-    is_ours = len(words) == _NUMBERS + 3 and all(map(_is_number, words[:_NUMBERS]))
+    is_ours = len(words) == _NUMBERS + 4 and all(map(_is_number, words[:_NUMBERS]))
     return words if is_ours else []
 
 

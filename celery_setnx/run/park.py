@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal, cast
 
+import redis
 from celery import Celery, Task
 
 from celery_setnx.call.back import (
@@ -39,6 +40,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import LockRefused, LockUnavailable, SetnxError
 from celery_setnx.lock import line
 from celery_setnx.lock.line import SOON_S, DueReply, ParkReply
+from celery_setnx.lock.names import end_name
 from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
@@ -100,8 +102,7 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
     if found.state == "superseded":
         return "turn", None  # it asks once more, and hears of the newer one
     if found.older is not None:
-        with suppress(SetnxError):  # it stands behind this one, and ends at its turn
-            end_wait(app, met.key, found.older, client, "is superseded")
+        _wake_older(app, met, found.older, client)
     wait.look_in_s = _look_in_s(conflict, found, noted)
     # A woken call had its lock, or Redis has lost its ticket: its courier may be gone.
     if parks_first or (has_courier and found.state == "new"):
@@ -112,6 +113,14 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         return "turn", None  # it came free meanwhile
     _announce(conflict, parked.call, found.place)
     return "waits", wait
+
+
+def _wake_older(app: Celery, call: Call, older: str, client: redis.Redis) -> None:
+    """Wake a call that is superseded, for it to end; else it ends at its turn, behind the newer one."""
+    with suppress(SetnxError):
+        again_s = end_wait(app, call.key, older, client, "is superseded")
+        if again_s is not None:
+            look_within(app, call.task, end_name(call.key, older), again_s)
 
 
 def _parked_call(conflict: Conflict, message: Message, epoch: str) -> ParkedCall:

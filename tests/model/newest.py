@@ -573,7 +573,7 @@ def keys_last(world: Replacing, before: Scene, event: Event, after: Scene) -> bo
     return not after.wrong
 
 
-TOLD_ONCE: tuple[Property, ...] = (
+SAFETY: tuple[Property, ...] = (
     keys_last,
     parking_is_answered,
     older_never_starts,
@@ -584,9 +584,8 @@ TOLD_ONCE: tuple[Property, ...] = (
     duplicate_of_the_newest,
     settled_replaces,
     keeps_nothing,
+    older_is_woken,
 )
-SAFETY = (*TOLD_ONCE, older_is_woken)
-"""Parking tells once of the older call: if nobody hears it, that one waits for its turn."""
 
 
 # Parts.

@@ -13,7 +13,7 @@ from tests.model import properties
 from tests.model.clients import Call, Classic, Counted, Freed, LateCopy, Ours, Parent, ParentOfCounted
 from tests.model.explorer import Property, Result, World, explore
 from tests.model.newest import SAFETY as REPLACES
-from tests.model.newest import TOLD_ONCE, Replacing
+from tests.model.newest import Replacing
 from tests.model.properties import (
     MARKS,
     PACED,
@@ -497,8 +497,6 @@ OF_NEWEST: dict[str, Callable[[], Replacing]] = {
     "an older one retries": lambda: Replacing(bound("xy", deep="xyz"), retries={0: 1}),
     "a newer one retries": lambda: Replacing("xy", retries={1: 1}),
     "locks held for retries": lambda: Replacing("xy", retries={0: 1}, hold=True, crashes=bound(0, full=1)),
-}
-LESS_OF_NEWEST: dict[str, Callable[[], Replacing]] = {
     "replies that are lost": lambda: Replacing(FEW, losses=1),
     "workers that die": lambda: Replacing(bound("xy", deep="xyz"), crashes=bound(1, full=2)),
     "data is lost": lambda: Replacing("xy", wipes=1, crashes=bound(0, full=1)),
@@ -537,7 +535,6 @@ SCENARIOS: dict[str, Scenario] = {
     **{f"line of permits, {name}": _of_permits(make) for name, make in LINES_OF_PERMITS.items()},
     **{f"line, {name}": scenario for name, scenario in OF_LINES.items()},
     **{f"newest, {name}": Scenario(make, REPLACES, "is_over") for name, make in OF_NEWEST.items()},
-    **{f"newest, {name}": Scenario(make, TOLD_ONCE, "is_over") for name, make in LESS_OF_NEWEST.items()},
     **{
         f"paced line, {name}": Scenario(make, _of_paced_line(name), "is_over")
         for name, make in PACED_LINES.items()

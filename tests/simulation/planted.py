@@ -408,12 +408,17 @@ def never_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def first_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time that a call has waited counts for those after it."""
-    plant(monkeypatch, verbs.ACQUIRE, "newest.first, newest.superseded = 0, 0", "newest.superseded = 0")
+    plant(
+        monkeypatch,
+        verbs.ACQUIRE,
+        "newest.first, newest.superseded = is_pending and now or 0, 0",
+        "newest.superseded = 0",
+    )
 
 
 def place_without_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reply ends early if an older call is known, and has its turn: the call that parks fails."""
-    plant(monkeypatch, PARK, "older = place and its or false", "older = place and its")
+    plant(monkeypatch, PARK, "return place and its or false, since", "return place and its, since")
 
 
 def equal_to_an_older(monkeypatch: pytest.MonkeyPatch) -> None:

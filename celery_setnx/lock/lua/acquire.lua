@@ -39,7 +39,7 @@ if generation == 0 and not STARTS and not (LINE and redis.call('EXISTS', LINE, M
     return 'acquired ' .. now_text() .. ' ' .. grant(only, token, lease, retention, info)
   end
 end
--- use: permits line ticket pace start claim newest
+-- use: permits line ticket pace start claim newest supersede
 local mark, known, waiters, ticket, line = false, false, 0, {misses = '0'}, LINE and line_of(LINE, CALLS)
 if not only then
   mark, ticket, known = unpack(redis.call('MGET', MARK, TICKET, PERMITS))
@@ -55,12 +55,9 @@ if foreign_record(p) then return foreign_record(p) end
 local newest = counts(generation) and newest_of(mark)
 if generation > 0 then mark = false end
 if newest then
-  local may_start = word ~= 'held' and word ~= 'paced' and word ~= 'line'
-  local has_started = word == 'again' or word == 'held' and p.kind == 'mine' and p.state == 'running'
-  mark = not has_started and newest.instead_of(generation, ARGV[16] == '1', may_start, tonumber(ARGV[15]))
-  if mark then return {'superseded', 0, 0, now, false, false, mark, int(waiters)} end
-  if not may_start and generation > newest.settled then -- its publisher has not said yet that it is sent
-    newest.settle(generation, call.task)
+  local by, is_new = receive(newest, generation, call, p, word, ARGV[16] == '1', tonumber(ARGV[15]))
+  if by then return {'superseded', 0, 0, now, false, false, by, int(waiters)} end
+  if is_new then
     redis.call('ZREM', LINE, '') -- nothing: a full server allows this, and SET behind it
     newest.store(MARK, tonumber(ARGV[17]))
   end
@@ -91,8 +88,7 @@ local fence, failed = grant(p, token, lease, retention, info, word == 'resumed')
 failed = failed or pace and note_start(pace, p, fence)
 if failed then return failed end
 if newest then
-  newest.start(generation, call.task)
-  newest.first, newest.superseded = newest.settled > generation and now or 0, 0
+  newest.start(generation, call.task, true)
   newest.store(MARK, tonumber(ARGV[17]))
 end
 if mark == call.task and not second then redis.call('DEL', MARK) end

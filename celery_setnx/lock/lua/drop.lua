@@ -15,7 +15,6 @@ if last then
   return {'done'}
 end
 newest.start(generation, ARGV[2])
-if newest.settled <= newest.started then newest.first, newest.superseded = 0, 0 end
 redis.call('PEXPIRE', KEYS[1], math.max(1, redis.call('PTTL', KEYS[1]))) -- a full server allows this, and SET behind it
 newest.store(KEYS[1], 1)
 return {'done'}

@@ -4,11 +4,12 @@
 -- number that grows. One a line: the last generation that was reserved; the newest that was sent (`settled`); the
 -- newest that has started, or ended without a start; since when one is sent and none has started (`first`, us; 0 = none
 -- is); when one was reserved last (us); when the newest is due (us); how many were superseded since the last start; the
--- generation that stands in line, and its task id; the newest one's digest, and its task id.
+-- generation that stands in line, its task id, and that of the older one which it has changed places with; the newest
+-- one's digest, and its task id.
 
 local NUMBERS = {'reserved', 'settled', 'started', 'first', 'last', 'due', 'superseded', 'parked'}
-local TEXTS = {'parked_as', 'digest', 'task'}
-local OURS = '^' .. string.rep('(%d+)\n', #NUMBERS) .. '([^\n]*)\n([^\n]*)\n([^\n]*)$'
+local TEXTS = {'parked_as', 'replaced', 'digest', 'task'}
+local OURS = '^' .. string.rep('(%d+)\n', #NUMBERS) .. '([^\n]*)\n([^\n]*)\n([^\n]*)\n([^\n]*)$'
 local MOST = 4e15 -- as newest.py has it
 
 -- Whether a generation counts: one from far ahead of the clock would be the newest for as long. Its call is as one
@@ -36,19 +37,12 @@ local function newest_of(text)
     if digest then newest.digest, newest.due = digest, due end
   end
 
-  -- A call starts, or ends without a start.
-  function newest.start(generation, task)
+  -- A call `begins`, or ends without a start: it counts as started.
+  function newest.start(generation, task, begins)
     if generation >= newest.settled then newest.settled, newest.task = generation, task end
     newest.started = math.max(newest.started, generation)
-  end
-
-  -- Whose turn it is instead: a newer call has started; or is only sent, unless this one need not wait, and none has
-  -- started for so long (`bound`, us) that a key which is published all the time would starve. Only a start supersedes
-  -- one that `leads`.
-  function newest.instead_of(generation, leads, may_start, bound)
-    local is_overdue = newest.first > 0 and now >= newest.first + bound
-    local is_replaced = not leads and newest.settled > generation and not (may_start and is_overdue)
-    return (newest.started > generation or is_replaced) and newest.task
+    local is_pending = newest.settled > newest.started
+    if begins or not is_pending then newest.first, newest.superseded = is_pending and now or 0, 0 end
   end
 
   -- When a call that is published now is due, and whether it leads: the first of a quiet key may start at once.

@@ -12,7 +12,7 @@
 --       handed (the lock is kept for it, or was and is nobody's) | stale (another message has started this attempt)
 --       taken (another call with this task id waits) | superseded (a newer call runs instead)
 
--- use: lock permits ticket newest
+-- use: lock permits ticket newest supersede
 local task, attempt, copy, since, call = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local remember, shared, generation, older = tonumber(ARGV[6]), ARGV[8] == '1', tonumber(ARGV[9] or 0), false
 local LINE, CALLS, TICKET, PERMITS, NEWEST = unpack(KEYS, 3, 7)
@@ -55,15 +55,8 @@ if p.value and p.heir == task and (copy == '' and kept ~= '' or copy ~= '' and p
   if is_new then keep() end
   return answer('handed')
 end
-if newest and newest.parked < generation then
-  local its = newest.parked_as
-  local place = its ~= task and is_known(CALLS, its) and tonumber(redis.call('ZSCORE', LINE, its) or nil)
-  older = place and its or false -- a table ends at its first nil
-  if place and place < tonumber(since) then
-    redis.call('ZADD', LINE, since, its)
-    since = int(place)
-  end
-  newest.parked, newest.parked_as = generation, task
+if newest then
+  older, since = change_places(newest, generation, task, since, LINE, CALLS)
   newest.store(NEWEST, remember)
 end
 if copy ~= '' or is_new or not redis.call('ZSCORE', LINE, task) then
