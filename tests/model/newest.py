@@ -232,7 +232,7 @@ class Replacing:
                 yield from self._settles(scene, number, call)
 
     def _reserves(self, scene: Scene, number: int) -> Iterator[Step]:
-        told = self.digests[number], REMEMBER_MS, self.debounce, BOUND, int(self.leading)
+        told = self.digests[number], REMEMBER_MS, self.debounce, BOUND, int(self.leading), REMEMBER_MS
         for after, (word, generation, *_), what in self.answers(scene, "reserve", (NEWEST,), *told):
             if word == "queued":
                 after = _changed(after, number, phase="gone", fate="duplicate", generation=int(generation))

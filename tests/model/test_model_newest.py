@@ -34,8 +34,8 @@ OF_SCRIPTS: list[tuple[str, str, str, str, str, dict[str, Any]]] = [
     (
         "a start supersedes nobody",
         "acquire",
-        "(newest.started > generation or is_replaced)",
-        "is_replaced",
+        "if newest.started > generation or is_replaced then",
+        "if is_replaced then",
         "older_never_starts",
         {"digests": "xy", "leading": True},
     ),
