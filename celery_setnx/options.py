@@ -223,14 +223,19 @@ _DURATIONS = {
 }
 
 
+_DEBOUNCED = {"dedupe": "until_started", "on_duplicate": "replace"}  # what `debounce` implies
+
+
 def merged(where: str, *layers: Mapping[str, Any]) -> Options:
     """Options from layers of plain mappings, the farthest first and the nearest last."""
     values: dict[str, Any] = {}
+    nearer: dict[str, Any] = {}  # than the debounce, or beside it: what it implies counts over farther layers
     for layer in layers:
         given = checked(where, layer)
-        if given.get("debounce") is not None:  # it implies both, whatever a farther layer says
-            given = {"dedupe": "until_started", "on_duplicate": "replace", **given}
+        nearer = given if "debounce" in given else {**nearer, **given}
         values.update(given)
+    if values.get("debounce") is not None:
+        values |= {name: nearer.get(name, value) for name, value in _DEBOUNCED.items()}
     options = Options(**values)
     _check_together(where, options)
     return options

@@ -263,7 +263,7 @@ def _pass(app: Celery, client: Any, key: str, by_s: float) -> None:
     """Let time pass for one lock."""
     latest = _latest(client, key)
     living = [token for token, held in list(_LIVING.items()) if held.key == key]
-    _age(client, lock=key, by_s=by_s, living=living)
+    _age(client, lock=key, by_s=by_s, living=living, starts=True)
     if latest:
         pass_for_held(app, key, by_s, latest)
     for name in list(client.scan_iter(match=f"{escaped(lines_of(app))}:{{*}}:*", count=1000)):
@@ -409,8 +409,11 @@ def _latest(client: Any, key: str) -> int:
     return int(reserved) if reserved.isdecimal() else 0
 
 
-def _age(client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = ()) -> str:
+def _age(
+    client: redis.Redis, *, lock: str, by_s: float, living: Collection[str] = (), starts: bool = False
+) -> str:
     """Run lua/age.lua: its word."""
     names = (mark_name, permits_name, done_name, starts_name, newest_name)
     beside = (*line_names(lock), *[name(lock) for name in names])
-    return str(_AGE.of(client, lock, (lock, record_name(lock), *beside), 1, round(by_s * 1e6), *living)[0])
+    argv = (round(by_s * 1e6), int(starts), *living)
+    return str(_AGE.of(client, lock, (lock, record_name(lock), *beside), 1, *argv)[0])

@@ -161,7 +161,7 @@ class Stage:
 
     def pass_time(self, seconds: float, name: str = "saved") -> None:
         """Time passes for the keys of a task's lock."""
-        pass_time(seconds, self.task(name), 7)
+        age(self.locks, self.key(name), seconds)
 
     def succeed(
         self, name: str = "daily", customer: int = 7, task_id: str = "t-3", at_least_for: float = 0

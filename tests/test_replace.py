@@ -28,9 +28,8 @@ from celery_setnx.call import marking
 from celery_setnx.doctor.trial import LockServerCheck
 from celery_setnx.lock.look import look
 from celery_setnx.lock.names import mark_name, newest_name
-from celery_setnx.testing import pass_time
 from tests.conftest import LOCK_DB
-from tests.harness import lock_keys, raising, settle_marks, wait_until
+from tests.harness import age, lock_keys, raising, settle_marks, wait_until
 from tests.stage import redeliver, revoke, unacknowledged
 
 BROKER_DB = 5
@@ -373,12 +372,12 @@ def test_debounced_call_is_sent_with_a_countdown(app, queued, way):
     assert [seconds_off(each) for each in queued()] == [pytest.approx(5, abs=2)] * 2
 
 
-def test_countdown_shrinks_to_what_is_left_of_the_longest_time(app, queued):
+def test_countdown_shrinks_to_what_is_left_of_the_longest_time(app, queued, locks):
     """A key that is published for ever runs all the same."""
     typed = app.tasks["typed"]
     typed.delay("a", 1)
     settle_marks(app)
-    pass_time(61, typed, "a")
+    age(locks, typed.lock_key("a"), 61)
     typed.delay("a", 2)
     assert queued()[1]["eta"] is None
 

@@ -113,9 +113,9 @@ def look_at(app: Celery, key: str, guard: Guard | None = None) -> Sighting:
     asked: dict[str, Any] = {"waiters": WAITERS}
     if guard is not None:
         options = guard.options
-        is_asked = options.dedupe and not options.replaces  # what an equal call is, only a publisher knows
-        asked |= {"terms": options.terms, "dedupe": options.asks if is_asked else ""}
-        asked["debounce"] = debounce_of(options)
+        asked |= {"terms": options.terms, "dedupe": options.asks if options.dedupe else ""}
+        if options.replaces:  # what an equal call is, only a publisher knows
+            asked["dedupe"] = debounce_of(options)
     client = client_for(app)
     try:
         seen = look(client, key, **asked)

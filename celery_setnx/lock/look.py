@@ -225,10 +225,9 @@ def look(
     key: str,
     *,
     terms: Terms | None = None,
-    dedupe: str = "",
+    dedupe: str | Debounce = "",
     dead: str = "",
     waiters: int = 0,
-    debounce: Debounce = AT_ONCE,
 ) -> Sighting:
     """What there is of one lock now; a free one has no holder.
 
@@ -236,11 +235,10 @@ def look(
         client: A Redis client.
         key: The lock's Redis key.
         terms: Those of the call that would be told `word`. Defaults to those of who has asked last.
-        dedupe: What makes duplicates of it at publish time: `until_started`, `until_done` or `dedupe_for`.
-            Defaults to nothing: `duplicate` is not asked for.
+        dedupe: What makes duplicates of it at publish time: `until_started`, `until_done` or `dedupe_for`;
+            or, of a call that replaces older ones, how long it waits. Defaults to nothing: it is not asked.
         dead: The token of a holder whose process is proved dead. Defaults to none.
         waiters: Of how many of those who wait it tells. Defaults to 0.
-        debounce: How long a call waits for newer ones, as `waits_s` says. Defaults to not at all.
 
     Raises:
         LockUnavailable: Redis did not answer.
@@ -248,7 +246,7 @@ def look(
         ValueError: There can be no lock of this name.
     """
     count = terms.limit if terms else 1
-    (seen,) = look_at_each(client, [(key, count)], terms, dedupe, dead, waiters, debounce)
+    (seen,) = look_at_each(client, [(key, count)], terms, dedupe, dead, waiters)
     if not isinstance(seen, Sighting):
         raise seen
     return seen
@@ -258,16 +256,16 @@ def look_at_each(
     client: Any,
     locks: Sequence[tuple[str, int]],
     terms: Terms | None = None,
-    dedupe: str = "",
+    dedupe: str | Debounce = "",
     dead: str = "",
     waiters: int = 0,
-    debounce: Debounce = AT_ONCE,
 ) -> list[Sighting | LockUnavailable | LockRefused]:
     """As `look`, of many locks in one round trip: by key, and how many permits they have at least.
 
     One round trip more, if some have more than is said. In the place of a lock that cannot be read, why.
     """
-    argv = (terms or 0, dedupe, dead, waiters, *debounce.as_argv())
+    asks, debounce = ("", dedupe) if isinstance(dedupe, Debounce) else (dedupe, AT_ONCE)
+    argv = (terms or 0, asks, dead, waiters, *debounce.as_argv())
     found: dict[str, Any] = {}
     counts = dict(locks)
     while counts:

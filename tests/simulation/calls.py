@@ -62,8 +62,8 @@ NEWEST: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "debounced": (DEBOUNCED, LATE),
     "leads": ({**DEBOUNCED, "debounce_leading": True}, LATE),
 }
+Tasks = dict[str, tuple[dict[str, Any], dict[str, Any]]]
 _playing: Calls
-_apps: list[Celery] = []
 
 
 def work(self: Any, number: int, seconds: float, what: str) -> object:
@@ -71,12 +71,12 @@ def work(self: Any, number: int, seconds: float, what: str) -> object:
     return _playing.body(self, number, seconds, what)
 
 
-def make_app() -> Celery:
+def make_app(tasks: Tasks) -> Celery:
     """An app, for one process at a time."""
     app = Celery("simulated", broker="redis://broker/0", backend="cache+memory://", set_as_current=False)
     app.conf.update(broker_transport="tests.simulation.workers:Transport", setnx_url="redis://redis/0")
     app.conf.update(task_publish_retry=False, worker_hijack_root_logger=False)
-    for name, (options, celery) in {**TASKS, **NEWEST}.items():
+    for name, (options, celery) in tasks.items():
         about = {"bind": True, "base": SingletonTask, "shared": False, **celery}
         app.task(name=name, singleton={"key": (), "lease": LEASE_S, **options}, **about)(work)
     app.finalize()
@@ -86,7 +86,8 @@ def make_app() -> Celery:
 class Calls:
     """One seed of it."""
 
-    tasks = TASKS
+    tasks = of_app = TASKS  # those that it plays, and all of an app: a sweep shuffles them
+    made: list[Celery] = []
     publisher: Callable[[Calls], Publisher] = Publisher
 
     def __init__(self, seed: int, task: str = "") -> None:
@@ -98,7 +99,7 @@ class Calls:
         self.broker = workers.begin(world)
         self.checker = Checker(world, self.server)
         self.ended = EndedCall(world, self.server, is_discarded=self.may_not_come)
-        self.apps = list(_apps)
+        self.apps = list(self.made)
         for app in self.apps:
             app._after_fork()  # its connections, whose making draws ids
             for name in [name for name in app.__dict__ if name.startswith("_setnx")]:
@@ -145,9 +146,9 @@ class Calls:
         """An app that no process has had in this world."""
         if not self.apps:
             known = self.world.random.getstate()  # what an app draws is no part of the seed
-            _apps.append(make_app())
+            self.made.append(make_app(self.of_app))
             self.world.random.setstate(known)
-            return _apps[-1]
+            return self.made[-1]
         return self.apps.pop()
 
     def start(self, name: str) -> None:
@@ -344,6 +345,11 @@ def on_stored(sender: Any, **_told: Any) -> None:
 
 def play(seed: int, task: str = "") -> World:
     """One seed; of one task, if it is named."""
-    while len(_apps) < 8:
-        _apps.append(make_app())
-    return Calls(seed, task).play()
+    return played(Calls, seed, task)
+
+
+def played(scene: type[Calls], seed: int, task: str) -> World:
+    """One seed of a scene, which has its apps already: what they draw is no part of a seed."""
+    while len(scene.made) < 8:
+        scene.made.append(make_app(scene.of_app))
+    return scene(seed, task).play()

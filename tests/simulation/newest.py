@@ -7,6 +7,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any
 
+from celery import Celery
 from celery.states import FAILURE, READY_STATES
 
 from celery_setnx import superseded_by
@@ -14,8 +15,7 @@ from celery_setnx.call.away import PAUSE_S
 from celery_setnx.call.message import HEADER
 from celery_setnx.lock.names import newest_name
 from celery_setnx.run.conflict import is_skipped
-from tests.simulation.calls import NEWEST, Calls, make_app
-from tests.simulation.calls import _apps as apps
+from tests.simulation.calls import NEWEST, TASKS, Calls, played
 from tests.simulation.checker import Life
 from tests.simulation.publisher import Publisher
 from tests.simulation.scheduler import US, Process, World
@@ -76,7 +76,8 @@ class NewestPublisher(Publisher):
 class NewestCalls(Calls):
     """One seed of it."""
 
-    tasks = NEWEST
+    tasks, of_app = NEWEST, {**TASKS, **NEWEST}
+    made: list[Celery] = []
     publisher = NewestPublisher
 
     def __init__(self, seed: int, task: str = "") -> None:
@@ -237,6 +238,4 @@ class NewestCalls(Calls):
 
 def play(seed: int, task: str = "") -> World:
     """One seed; of one task, if it is named."""
-    while len(apps) < 8:
-        apps.append(make_app())
-    return NewestCalls(seed, task).play()
+    return played(NewestCalls, seed, task)

@@ -1,7 +1,8 @@
 -- Let a lock grow older at once, with all that stands beside it: time passes for a test that does not wait.
 --
 -- KEYS  1 lock, 2 record, 3 line, 4 calls, 5 mark, 6 permits, 7 done, 8 starts, 9 newest, 10... the other permits
--- ARGV  1 by (us), 2... tokens of holders that renew meanwhile, whose deadlines stay
+-- ARGV  1 by (us), 2 starts: '1' = the newest call starts when it is due, and does not starve (see supersede.lua)
+--       3... tokens of holders that renew meanwhile, whose deadlines stay
 -- Returns {word}
 --       aged | nothing (none of the keys is there) | more
 
@@ -23,7 +24,7 @@ end
 local known = redis.call('GET', PERMITS)
 if more(known, 10) then return more(known, 10) end
 if redis.call('EXISTS', unpack(KEYS)) == 0 then return {'nothing'} end
-for place = 2, #ARGV do living[ARGV[place]] = true end
+for place = 3, #ARGV do living[ARGV[place]] = true end
 for _, p in ipairs(permits(10)) do
   local lives = p.token and living[p.token] and p.state == 'running'
   local was_its = p.value == seconds(p.deadline)
@@ -55,8 +56,8 @@ end
 local text = redis.call('GET', NEWEST)
 if text then
   local newest = newest_of(text)
-  -- What is due meanwhile would have started: it does not starve (see newest.instead_of).
-  local first = newest.due > now and newest.first > 0 and math.max(newest.first - math.min(by, newest.due - now), 1)
+  local starts = ARGV[2] == '1' and newest.due > now and newest.first > 0
+  local first = starts and math.max(newest.first - math.min(by, newest.due - now), 1)
   for _, name in ipairs({'first', 'last', 'due'}) do newest[name] = before(newest[name]) end
   newest.first = first or newest.first
   newest.store(NEWEST, 1)

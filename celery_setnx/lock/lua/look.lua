@@ -33,7 +33,7 @@ local pace = not last.err and pace_of(STARTS, terms)
 local p, word, _, seen = claim(call, all, limit_of(terms), pace, dead)
 if foreign_record(p) then word = 'refused' end
 local starts = pace and pace.count() + seen.handed or last[2] and redis.call('ZCOUNT', STARTS, '-inf', '+inf') or 0
-local due = newest_of(newest).due_for(tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7] == '1')
+local due = newest_of(newest).due_for(tonumber(ARGV[5] or 0), tonumber(ARGV[6] or 0), ARGV[7] == '1')
 local duplicate, of
 if dedupe ~= '' then duplicate, of = duplicate_of(false, dedupe, mark, all[1], done) end
 local found = {

@@ -1,9 +1,9 @@
 -- In front of the verbs that receive a call which has a generation (see newest.lua).
 
--- Which newer call runs instead, if any: one that has started; or one that is only sent, unless this call need not wait,
--- and none has started for so long (`bound`, us) that a key which is published all the time would starve. Only a start
--- supersedes one that `leads`. A call that is to wait is known as sent from now on: its publisher may not have said it.
--- Returns that call's id, and whether something has changed.
+-- Which newer call runs instead, if any: one that has started; or one that is only sent, unless this call need not
+-- wait, and none has started for so long (`bound`, us) that a key which is published all the time would starve. Only a
+-- start supersedes one that `leads`. A call that is to wait is known as sent from now on: its publisher may not have
+-- said it. Returns that call's id, and whether something has changed.
 local function receive(newest, generation, call, p, word, leads, bound)
   if word == 'again' or word == 'held' and p.kind == 'mine' and p.state == 'running' then return end -- it has started
   local may_start = word ~= 'held' and word ~= 'paced' and word ~= 'line'
