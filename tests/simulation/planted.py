@@ -376,7 +376,7 @@ def outage_puts_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call starts, and calls that are older are not superseded by that."""
-    plant(monkeypatch, verbs.ACQUIRE, "  newest.start(generation, call.task)\n", "")
+    plant(monkeypatch, verbs.ACQUIRE, "  newest.start(generation, call.task, true)\n", "")
 
 
 def replaced_before_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,8 +426,8 @@ def equal_to_an_older(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(
         monkeypatch,
         generations.RESERVE,
-        "is_pending = newest.settled > newest.started",
-        "is_pending = newest.settled > 0",
+        "is_pending, is_alone = newest.settled > newest.started,",
+        "is_pending, is_alone = newest.settled > 0,",
     )
 
 
