@@ -157,6 +157,32 @@ def test_round_trips_are_those_that_the_ci_counts():
     assert said in words(PAGE)
 
 
+NEWEST_COSTS = {
+    "plain `delay()`": ("plain Celery", 1),
+    "`until_started`": ("celery_setnx, until_started", 1),
+    '`on_duplicate="replace"`': ("celery_setnx, newest wins", 1),
+    "`debounce` on Redis": ("celery_setnx, debounce", 1),
+    "burst of 5, `until_started`": ("celery_setnx, until_started, five times", 5),
+    'burst of 5, `on_duplicate="replace"`': ("celery_setnx, newest wins, five times", 1),
+}
+
+
+def test_costs_of_newest_wins_are_those_that_the_ci_counts():
+    """Of a call that is published; of five with one mark only one runs."""
+    counted = json.loads(text_of("benchmarks/counts.json"))["rows"]
+
+    def said(row: dict[str, float], per: int = 1) -> str:
+        trips, commands = row["trips"] / per, row["commands"] / per
+        return f"{trips:g} ({commands:g} commands)" if trips else "0"
+
+    for name, messages, published, ran in table(text_of(PAGE), "", "messages", "publish", "run"):
+        way, per = NEWEST_COSTS[name]
+        row = counted[f"publish: {way}"]
+        assert (messages, published) == (f"{row['broker commands']:g}", said(row)), name
+        run = counted.get(f"run: {way}") or counted.get(f"run: {way.removesuffix(', five times')}")
+        assert ran == ("as above" if run is None else said(run, per)), name
+
+
 AT_MOST = ("starts",)  # of which the highest of all rounds is shown
 PACES = {
     '`rate=(50, 2)`, `"wait"`': 'celery_setnx, "wait", 50 in 2 s, 20 ms',
