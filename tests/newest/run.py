@@ -29,6 +29,7 @@ PUBLISHERS, WORKERS, CHILDREN = 4, 2, 3
 BROKER, LOCKS, RESULTS = 0, 1, 2
 DRAIN_S = 200.0
 _TICK_S = 0.05
+_NOWHERE_S = 2.0  # longer than a message is on its way from a queue to the list of the unacknowledged
 
 
 class ForkedWorker(Worker):
@@ -65,7 +66,7 @@ class Run:
         self._publishers: list[nursery.Fork] = []
         self._plans: list[list[Planned]] = []
         self._lives = [0] * PUBLISHERS
-        self._base = 0.0
+        self._base = self._over_since = 0.0
 
     def __enter__(self) -> Run:
         return self
@@ -96,7 +97,7 @@ class Run:
         finally:
             self._over.set()
             copier.join()
-        wait_until(lambda: not self._left(), lambda: f"the end of {len(self._left())} calls", DRAIN_S)
+        wait_until(self._is_over, lambda: f"the end of {len(self._left())} calls", DRAIN_S)
         verdict = judged(self._records(), self._ends(), quiet_s, most_s)
         return verdict._replace(broken=[*verdict.broken, *self._left_in_locks()])
 
@@ -148,6 +149,15 @@ class Run:
                 copy["properties"]["delivery_tag"] = str(uuid.uuid4())
                 self._broker.lpush("celery", json.dumps(copy))
                 self._journal.note("copied", id=copy["headers"]["id"])
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left, and was not a moment ago: a message is nowhere as a worker takes it."""
+        now = time.monotonic()
+        if self._left():
+            self._over_since = 0.0
+            return False
+        self._over_since = self._over_since or now
+        return now - self._over_since > _NOWHERE_S
 
     def _left(self) -> set[str]:
         """Messages that wait, and calls that workers have received, and that have not ended."""
