@@ -293,8 +293,18 @@ def _marks(call: Call, draw: random.Random) -> Call:
     if call.name in ("mark", "if_same", "forget") and draw.random() < 0.1:
         mark = done = NOT_A_STRING
     marks = [None if draw.random() < 0.2 else Mark(text, expiry) for text in (mark, done)]
-    newest = Mark("1", expiry) if call.name == "look" and draw.random() < 0.5 else None
-    return call._replace(store=call.store._replace(mark=marks[0], done=marks[1], newest=newest))
+    call = call._replace(store=call.store._replace(mark=marks[0], done=marks[1]))
+    return _newest(call, expiry, draw) if call.name == "look" and draw.random() < 0.8 else call
+
+
+def _newest(call: Call, expiry: int, draw: random.Random) -> Call:
+    """What is known of the newest call, and how long a new one waits."""
+    quiet, most = draw.choice((0, 7, 900)), draw.choice((0, 7, 900, 5_000))
+    times = [draw.choice((0, call.now, call.now - 7, call.now - draw.randrange(3_000))) for _ in range(5)]
+    text = "\n".join(map(str, (*times, 0, 2, 0, "", "", "", draw.choice(TASKS))))
+    newest = draw.choice((None, Mark(draw.choice((text, text, text, "1")), expiry)))
+    told = (*call.told[:4], str(quiet), str(most), draw.choice("01"))
+    return call._replace(store=call.store._replace(newest=newest), told=told)
 
 
 def _ticket(call: Call, draw: random.Random) -> Call:

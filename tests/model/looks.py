@@ -61,11 +61,22 @@ def _told_of(call: Call) -> list[Any]:
         *_mark(store.mark, now),
         *_mark(store.done, now),
         *_mark(store.newest, now),
+        _wait_of(call),
         len(permits),
         len(told),
         *[each for of_one in told for each in of_one],
         *waits[: 2 * most],
     ]
+
+
+def _wait_of(call: Call) -> int:
+    """For how long a call that is published now waits for newer ones."""
+    quiet, most, leads = map(int, call.told[4:] or "000")
+    words = call.store.newest.task_id.split("\n") if call.store.newest else []
+    reserved, settled, started, first, last = map(int, words[:5] if len(words) == 12 else "00000")
+    if leads and max(reserved, settled) <= settled <= started and call.now - last >= quiet:
+        return 0
+    return max(0, min(quiet, first + most - call.now) if first else quiet)
 
 
 def _word_of(call: Call, terms: str, next_start: int) -> tuple[str, int]:
