@@ -85,7 +85,7 @@ def play(scenes: Callable[[], Any], prometheus: Prometheus) -> None:
     for counter in ("acquired_total", "hold_seconds_count"):
         query = f'celery_setnx_{counter}{{task="{WORK}"}}'
         wait_until(lambda query=query: prometheus.query(query), f"the first sample of {query}")
-    for name in ("skip", "wait", "take_over", "lose", "free", "lapse"):
+    for name in ("skip", "wait", "take_over", "lose", "free", "lapse", "supersede"):
         getattr(scenes(), name)()
     for _ in range(2):
         paced.delay("one").get(timeout=60)
