@@ -31,7 +31,8 @@ from tests.versions.table import PACKAGES, PAGE, ROOT, Cell, cells, following_ce
 # Everything but models, simulations and counts, which know no version.
 WHOLE = (
     *("--ignore=tests/model", "--ignore=tests/test_simulation.py"),
-    *("--ignore=tests/test_count.py", "--ignore=tests/test_soaked.py"),  # of the benchmarks alone
+    # These import the benchmarks, which the wheel is tested without.
+    *("--ignore=tests/test_count.py", "--ignore=tests/test_soaked.py", "--ignore=tests/newest"),
 )
 # Beside it: how a body ends, and what becomes of its lease, on the pool that every version has.
 _ON_PREFORK = ("-k", "prefork or not test_exit_")
