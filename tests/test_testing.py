@@ -15,6 +15,7 @@ from celery import Celery, Task, chain, current_app
 from celery.backends.base import DisabledBackend
 from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Retry
+from kombu.asynchronous import set_event_loop
 
 from celery_setnx import (
     AlreadyRunning,
@@ -713,7 +714,9 @@ def saving(request, server, locks) -> Iterator[Celery]:
     """An app whose worker, if one is started, has a thread for its timer, or its loop does that."""
     broker = {"memory": "memory://", "redis": server.url(2)}[request.param]
     app = made(server.url(1), broker_url=broker)
+    set_event_loop(None)  # Celery 5.4 gives a worker the loop of the one before, with that one's timer
     yield app
+    set_event_loop(None)
     clear(app)
     app.close()
 
