@@ -34,6 +34,7 @@ from celery_setnx.lock.names import (
     record_name,
     starts_name,
 )
+from celery_setnx.lock.newest import latest_of
 from celery_setnx.lock.process import identity
 from celery_setnx.lock.record import task_token
 from celery_setnx.lock.scripts import PermitScript, value_of
@@ -255,18 +256,19 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
         keys = [lock_for(what, args, kwargs).name]
     else:
         keys = sorted(_keys(client, what))
+    due = list(client.scan_iter(match=f"{escaped(lines_of(app))}:{{*}}:*", count=1000))
     for key in keys:
-        _pass(app, client, key, by_s)
+        _pass(app, client, key, by_s, due)
 
 
-def _pass(app: Celery, client: Any, key: str, by_s: float) -> None:
-    """Let time pass for one lock."""
-    latest = _latest(client, key)
+def _pass(app: Celery, client: Any, key: str, by_s: float, due: list[Any]) -> None:
+    """Let time pass for one lock; `due` are the sets that tell workers when to look at which line."""
+    latest = latest_of(value_of(client, newest_name(key)))
     living = [token for token, held in list(_LIVING.items()) if held.key == key]
     _age(client, lock=key, by_s=by_s, living=living, starts=True)
     if latest:
         pass_for_held(app, key, by_s, latest)
-    for name in list(client.scan_iter(match=f"{escaped(lines_of(app))}:{{*}}:*", count=1000)):
+    for name in due:
         for entry, _ in client.zscan_iter(name, match=f"{escaped(key)}*"):  # and ends
             client.zincrby(name, -by_s * 1e6, entry)  # workers look at it sooner
 
@@ -401,12 +403,6 @@ def _told(left: list[str], what: Any, within: float) -> str:
         "holds, or clear(app) between tests."
     )
     return "\n  ".join([f"{len(left)} left of {of}{waited}:", *left, advice])
-
-
-def _latest(client: Any, key: str) -> int:
-    """The generation that was reserved last, by lua/newest.lua; 0 if none was."""
-    reserved = (value_of(client, newest_name(key)) or "").partition("\n")[0]
-    return int(reserved) if reserved.isdecimal() else 0
 
 
 def _age(

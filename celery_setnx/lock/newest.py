@@ -163,6 +163,12 @@ def newest_of(text: str | None, now: float, lapses_in_s: float) -> Newest | None
     return Newest(words[-1], settled, due_in_s, superseded, lapses_in_s, pending_s, words[_NUMBERS])
 
 
+def latest_of(text: str | None) -> int:
+    """The generation that was reserved last; 0 if none is known."""
+    words = _words(text)
+    return int(words[0]) if words else 0
+
+
 def _words(text: str | None) -> list[str]:
     """The lines of what is known; none if it is not ours."""
     words = (text or "").split("\n")

@@ -268,16 +268,20 @@ def started_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempt.Attempt, "__init__", storing)
 
 
-def marks_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Marks last for the queue lease before their messages are sent."""
-    take = marking.Marking.take
+def _count_as_sent_once_taken(monkeypatch: pytest.MonkeyPatch, kind: type[marking.Marking]) -> None:
+    take = kind.take
 
-    def extending(of: marking.Marking, *batch: Any) -> Any:
+    def taking(of: marking.Marking, *batch: Any) -> Any:
         found = take(of, *batch)
         of._extend(of._taken)
         return found
 
-    monkeypatch.setattr(marking.Marking, "take", extending)
+    monkeypatch.setattr(kind, "take", taking)
+
+
+def marks_before_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks last for the queue lease before their messages are sent."""
+    _count_as_sent_once_taken(monkeypatch, marking.Marking)
 
 
 def unsent_stay_marked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,14 +385,7 @@ def start_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def replaced_before_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call replaces those before it though its message is never sent."""
-    take = marking.Replacing.take
-
-    def settling(of: marking.Marking, *batch: Any) -> Any:
-        found = take(of, *batch)
-        of._extend(of._taken)
-        return found
-
-    monkeypatch.setattr(marking.Replacing, "take", settling)
+    _count_as_sent_once_taken(monkeypatch, marking.Replacing)
 
 
 def retry_is_of_no_generation(monkeypatch: pytest.MonkeyPatch) -> None:
