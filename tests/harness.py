@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
-from celery import Celery
+from celery import Celery, Task
+from celery.app.task import Context
 
 from celery_setnx.call.delivery import DELIVERY, Delivery
 from celery_setnx.call.message import Call
@@ -22,6 +24,7 @@ from celery_setnx.call.wake import lines_of
 from celery_setnx.connection import client_for
 from celery_setnx.lock.names import due_names
 from celery_setnx.lock.wire import ask
+from celery_setnx.request import SingletonRequest
 
 Value = TypeVar("Value")
 
@@ -238,6 +241,19 @@ def properties_of(
 ) -> dict[str, Delivery]:
     """The properties of a message, as a task of a worker has them: how it was received."""
     return {DELIVERY: Delivery(Call("t", "id-1"), "ab", content_type, queue, is_fanout, has_events=False)}
+
+
+@contextmanager
+def delivered(task: Task, message: Any) -> Iterator[dict[str, Any]]:
+    """What a delivery of this message has the task's request say, while it runs."""
+    request = SingletonRequest(message, app=task.app, task=task, hostname="here")
+    args, kwargs, embedded = message.payload
+    told = {**request.request_dict, **embedded, "args": args, "kwargs": kwargs, "called_directly": False}
+    task.request_stack.push(Context(told))
+    try:
+        yield told
+    finally:
+        task.request_stack.pop()
 
 
 def settle_marks(app: Celery) -> None:

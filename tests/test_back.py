@@ -20,9 +20,8 @@ from celery_setnx import SingletonTask
 from celery_setnx.call.back import PICKLE, Message, seconds_until
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.wake import COURIER
-from celery_setnx.request import SingletonRequest
 from tests.conftest import LOCK_DB
-from tests.harness import properties_of
+from tests.harness import delivered, properties_of
 
 CONTEXT: ContextVar[str] = ContextVar("what this process does")
 CALL = Call("t", "id-1", key="setnx:{t}", call_id="c0ffee", has_header=True)
@@ -99,15 +98,9 @@ def received(app: Celery, queue: str = "own") -> Any:
 def run(app: Celery, message: Any) -> Message:
     """What goes back when this message runs."""
     task = app.tasks["t"]
-    request = SingletonRequest(message, app=app, task=task, hostname="here")
-    args, kwargs, embedded = message.payload
-    told = {**request.request_dict, **embedded, "args": args, "kwargs": kwargs, "called_directly": False}
-    task.request_stack.push(Context(told))
-    try:
+    with delivered(task, message):
         task.request.update(_span=object(), _trace={"span": object()}, session=object())  # as tracers do
         return Message.of(task)
-    finally:
-        task.request_stack.pop()
 
 
 def seen(message: Any) -> dict[str, Any]:

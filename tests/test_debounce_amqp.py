@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from amqp.exceptions import AccessRefused
 from celery import Celery
-from celery.app.task import Context
 from kombu import Exchange, Queue
 from kombu.exceptions import OperationalError
 
@@ -21,9 +20,8 @@ from celery_setnx.call.message import HEADER, Call
 from celery_setnx.doctor import broker as doctor
 from celery_setnx.doctor.app import guarded_tasks
 from celery_setnx.doctor.broker import courier_findings
-from celery_setnx.request import SingletonRequest
 from tests.conftest import LOCK_DB
-from tests.harness import raising
+from tests.harness import delivered, raising
 
 WAITS_S = (0.0, 0.001, 0.24, 0.26, 0.5, 1.0, 4.99, 5.0, 59.98, 60.0, 899.0, 86_400.0)
 
@@ -68,16 +66,9 @@ def messages(app: Celery, queue: str) -> list[Any]:
 def waits(app: Celery, message: Any) -> Waits:
     """What a delivery of this message ends with, before the time of its call has come."""
     task = app.tasks["quiet"]
-    request = SingletonRequest(message, app=app, task=task, hostname="here")
-    args, kwargs, embedded = message.payload
-    told = {**request.request_dict, **embedded, "args": args, "kwargs": kwargs, "called_directly": False}
-    task.request_stack.push(Context(told))
-    try:
-        with pytest.raises(Waits) as ended:
-            wait_in_broker(task, Call.of("quiet", told))
-        return ended.value
-    finally:
-        task.request_stack.pop()
+    with delivered(task, message) as told, pytest.raises(Waits) as ended:
+        wait_in_broker(task, Call.of("quiet", told))
+    return ended.value
 
 
 @pytest.mark.parametrize("left_s", WAITS_S)
