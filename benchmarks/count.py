@@ -6,13 +6,13 @@ callgrind counts the instructions of the process that calls, and of the lock ser
 servers count commands and bytes. The server is a real one: nobody keeps a copy of its answers, its bytes are
 the same every time, and a client executes nothing while it waits. Each way is counted in a few windows of one
 process (`benchmarks.counted`), so what starts and ends a process is in none. All is per call, of the median
-window.
+window; but the server's instructions are those of the cheapest, as Lua collects garbage in some of them.
 
 What is found is compared with counts.json. Instructions are compared as multiples: the client's of its
 table's floor, the server's of a lock that is a single key. The client's and bytes may differ by 3 %, the
-server's, which tidies its tables as it answers, by 10 %; commands, scripts and round trips may not. With
-other versions than the file's that holds for our traffic with the lock server, and all else may differ by
-20 %. Less than was recorded fails as well: record it.
+server's by 5 %; commands, scripts and round trips may not. With other versions than the file's that holds for
+our traffic with the lock server, and all else may differ by 20 %. Less than was recorded fails as well:
+record it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +37,7 @@ from benchmarks.machine import PACKAGES
 from examples.embedded import EmbeddedServer, server_binary
 
 RECORDED = Path(__file__).with_name("counts.json")
-TOLERANCE, OF_SERVER, OF_OTHER_VERSIONS = 0.03, 0.1, 0.2
+TOLERANCE, OF_SERVER, OF_OTHER_VERSIONS = 0.03, 0.05, 0.2
 FLOORS = {
     "cycle": "cycle: two bare commands",
     "renewal": "renewal: redis-py Lock",
@@ -49,7 +49,7 @@ SINGLE_KEY = "cycle: a single key"
 EXACT = ("trips", "commands", "scripts")
 TRAFFIC = (*EXACT, "sent", "received")
 FIGURES = ("instructions", "server", *TRAFFIC, "broker commands", "broker bytes")
-SLACK = dict.fromkeys(FIGURES, 1.0) | {"instructions": 0.005, "server": 0.15} | dict.fromkeys(EXACT, 0.05)
+SLACK = dict.fromkeys(FIGURES, 1.0) | {"instructions": 0.005, "server": 0.1} | dict.fromkeys(EXACT, 0.05)
 """What any figure may differ by, in a window that is short, or in which next to nothing happens."""
 
 OURS = ("celery_setnx", "SetnxLock", "of a task", "all in one trip", "fan_out")
@@ -103,7 +103,7 @@ def played(scene: str, locks: EmbeddedServer, out: Path) -> Rows:
 
 
 def rows_of(windows: list[dict[str, Any]]) -> Rows:
-    """Per call, the median of the windows, without what a window itself costs."""
+    """Per call, of the median window (the server's: the cheapest), without what a window itself costs."""
     found: dict[str, list[tuple[int, dict[str, float]]]] = {}
     for window in windows:
         figures = {name: window[name] for name in ("instructions", "server")}
@@ -113,9 +113,11 @@ def rows_of(windows: list[dict[str, Any]]) -> Rows:
         found.setdefault(window["name"], []).append((window["calls"], figures))
     empty = {name: statistics.median(of[name] for _, of in found[NOTHING]) for name in FIGURES}
     del found[NOTHING]
+    chosen: dict[str, Callable[[Iterator[float]], float]]
+    chosen = dict.fromkeys(FIGURES, statistics.median) | {"server": min}
     return {
         row: {
-            name: statistics.median((of[name] - empty[name]) / calls for calls, of in windows)
+            name: chosen[name]((of[name] - empty[name]) / calls for calls, of in windows)
             for name in FIGURES
         }
         for row, windows in found.items()
