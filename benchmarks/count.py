@@ -117,8 +117,7 @@ def rows_of(windows: list[dict[str, Any]]) -> Rows:
     chosen = dict.fromkeys(FIGURES, statistics.median) | {"server": min}
     return {
         row: {
-            name: chosen[name]((of[name] - empty[name]) / calls for calls, of in windows)
-            for name in FIGURES
+            name: chosen[name]((of[name] - empty[name]) / calls for calls, of in windows) for name in FIGURES
         }
         for row, windows in found.items()
     }

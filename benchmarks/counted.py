@@ -69,7 +69,7 @@ class Server:
         return f"redis://127.0.0.1:{self.port}/{db}"
 
     def begin(self) -> None:
-        """Count from here on, with no garbage in its scripts' tables, and none to be collected for a while."""
+        """Count from here on. Garbage of its scripts has been collected; no more is for a while."""
         self._ask(b"EVAL collectgarbage();collectgarbage('stop') 0")
         self._ask(b"CONFIG RESETSTAT")
         self._ask(b"ECHO x")
