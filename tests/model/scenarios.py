@@ -499,7 +499,7 @@ OF_NEWEST: dict[str, Callable[[], Replacing]] = {
     "locks held for retries": lambda: Replacing("xy", retries={0: 1}, hold=True, crashes=bound(0, full=1)),
     "replies that are lost": lambda: Replacing(FEW, losses=1),
     "workers that die": lambda: Replacing(bound("xy", deep="xyz"), crashes=bound(1, full=2)),
-    "data is lost": lambda: Replacing("xy", wipes=1, crashes=bound(0, full=1)),
+    "data is lost": lambda: Replacing("xy", wipes=1, crashes=1),
 }
 SCENARIOS: dict[str, Scenario] = {
     **{

@@ -104,6 +104,14 @@ OF_SCRIPTS: list[tuple[str, str, str, str, str, dict[str, Any]]] = [
         {"digests": "xyz"},
     ),
     (
+        "parking does not settle",
+        "park",
+        "newest.settle(generation, task)",
+        "",
+        "older_is_woken",
+        {"digests": "xy", "wipes": 1, "crashes": 1},
+    ),
+    (
         "a call that ends without a start is not noted",
         "drop",
         "newest.start(generation, ARGV[2])",

@@ -56,6 +56,7 @@ if p.value and p.heir == task and (copy == '' and kept ~= '' or copy ~= '' and p
   return answer('handed')
 end
 if newest then
+  newest.settle(generation, task) -- what acquire has noted of it may be lost since
   older, since = change_places(newest, generation, task, since, LINE, CALLS)
   newest.store(NEWEST, remember)
 end
