@@ -2,8 +2,9 @@
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from celery_setnx.call.back import Message
@@ -90,13 +91,12 @@ class Stage:
 
     def settle(self) -> None:
         """Wait until no message but couriers is left: one that died may have sent a wake-up already."""
-        wait_until(lambda: all(COURIER in text for text in self.messages()), "no message but couriers")
+        settle(self.messages)
 
     def messages(self) -> list[str]:
         """The messages that name the key, or its lock, and that no worker has acknowledged."""
-        broker, lock = self.journal._client, self.tasks.work.lock_key(self.key)
-        texts = [*broker.hvals("unacked"), *broker.lrange("celery", 0, -1), *broker.lrange(self.key, 0, -1)]
-        return [text for text in texts if self.key in text or lock in text]
+        names = self.key, self.tasks.work.lock_key(self.key)
+        return messages(self.journal._client, names, ["celery", self.key])
 
 
 def assert_one_at_a_time(journal: Journal) -> None:
@@ -140,6 +140,21 @@ def unacknowledged(broker: Any, queue: str) -> list[str]:
     """
     messages = broker.hgetall("unacked").items()
     return [tag for tag, packed in messages if json.loads(packed)[2] == queue]
+
+
+def messages(broker: Any, names: Iterable[str], queues: Iterable[str]) -> list[str]:
+    """The messages with any of these names that no worker has acknowledged."""
+    queued = (broker.lrange(queue, 0, -1) for queue in queues)
+    return [text for text in chain(broker.hvals("unacked"), *queued) if any(name in text for name in names)]
+
+
+def settle(ask: Callable[[], list[str]]) -> None:
+    """Wait until no message is left but couriers."""
+
+    def left() -> list[str]:
+        return [text for text in ask() if COURIER not in text]
+
+    wait_until(lambda: not left(), lambda: f"no message but couriers, but {left()}")
 
 
 def redeliver(broker: Any, left: list[str], to: str = "") -> None:

@@ -16,7 +16,6 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery_setnx import LockTimeout, SetnxLock, SingletonTask, is_skipped
 from celery_setnx.call.back import ComesBack, Dropped, Message, Waits
 from celery_setnx.call.message import Call
-from celery_setnx.call.wake import COURIER
 from celery_setnx.connection import client_for
 from celery_setnx.lock.names import mark_name
 from celery_setnx.lock.receipt import has_receipt, write_receipt
@@ -27,7 +26,7 @@ from celery_setnx.testing import hold
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered
 from tests.harness import Journal, Worker, raising, wait_until
-from tests.stage import redeliver, unacknowledged
+from tests.stage import messages, redeliver, settle, unacknowledged
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -54,6 +53,16 @@ def broker(server, tasks) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture
+def settled(broker, name) -> Callable[[], None]:
+    """Waits until all of the test's own messages are acknowledged.
+
+    A courier that an earlier test has left may bring its call back, as the tests empty the lock server. And
+    on a busy machine a second delivery may park, before the next start may be.
+    """
+    return lambda: settle(lambda: messages(broker, [name], ["celery"]))
+
+
+@pytest.fixture
 def twice(module, broker, journal) -> Callable[..., Any]:
     """Waits until a call's message is delivered a second time while its body runs."""
 
@@ -72,30 +81,20 @@ def starts(journal: Journal, result: Any) -> list[int]:
     return [entry["retries"] for entry in journal.entries(what="start", task_id=result.id)]
 
 
-def wait_until_acknowledged(broker: redis.Redis, name: str) -> None:
-    """But for couriers: on a busy machine a second delivery may park, before the next start may be. One that
-    an earlier test has left may bring its call back, as the tests empty the lock server."""
-
-    def left() -> list[str]:
-        return [each for each in broker.hvals("unacked") if name in each and COURIER not in each]
-
-    wait_until(lambda: not left(), lambda: f"all is acknowledged, but {left()}")
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-def test_call_that_was_delivered_twice_runs_once(tasks, module, broker, journal, gates, twice, name, policy):
+def test_call_that_was_delivered_twice_runs_once(tasks, module, journal, gates, twice, settled, name, policy):
     """The second delivery waits for the first, and is dropped after it; what follows is sent once."""
     task = getattr(tasks, policy)
     result = twice(task.apply_async([name], link=tasks.after.s()))
     gates(name, 9)
     module.wait_for_log(f"[{result.id}]: this message is dropped: it has ended before")
-    wait_until_acknowledged(broker, name)
+    settled()
     assert starts(journal, result) == [0]
     assert len(journal.wait_for("after")) == 1
 
 
 def test_attempt_that_was_retried_runs_once_though_it_was_delivered_twice(
-    tasks, module, broker, journal, gates, twice, name
+    tasks, module, journal, gates, twice, settled, name
 ):
     """Its second delivery is dropped, and its retry is not: also where the lock is held for that."""
     for task in (tasks.skips, tasks.holds):
@@ -104,16 +103,16 @@ def test_attempt_that_was_retried_runs_once_though_it_was_delivered_twice(
         journal.wait_for("start", 2, task_id=result.id)
         gates(name)
         module.wait_for_log(f"[{result.id}]: this message is dropped: it has ended before")
-        wait_until_acknowledged(broker, name)
+        settled()
         assert starts(journal, result) == [0, 1]
 
 
-def test_call_that_failed_runs_again_if_it_was_delivered_twice(tasks, broker, journal, gates, twice, name):
+def test_call_that_failed_runs_again_if_it_was_delivered_twice(tasks, journal, gates, twice, settled, name):
     """A failure is no end that is noted, as a stored one is none."""
     result = twice(tasks.skips.delay(name, "failing"))
     gates(name, 2)
     journal.wait_for("end", 2, task_id=result.id)
-    wait_until_acknowledged(broker, name)
+    settled()
 
 
 @pytest.fixture
