@@ -481,24 +481,24 @@ OF_LINES = {
         lambda: Waiters("ab", lapses=1, crashes=bound(0, full=1)), [at_most_once], "is_over"
     ),
 }
-FEW, MANY = bound("xy", full="xyz"), bound("xy", full="xyz", deep="xyzx")  # arguments of calls, in order
+FEW, MANY = "xyz", bound("xyz", deep="xyzx")  # arguments of calls, in order
 OF_NEWEST: dict[str, Callable[[], Replacing]] = {
-    "three calls": lambda: Replacing("xyz", slots=bound(2, full=3)),
-    "equal calls": lambda: Replacing(bound("xx", full="xyx")),
-    "equal calls of which one is revoked": lambda: Replacing(bound("xx", full="xyy"), revokes=1),
+    "three calls": lambda: Replacing("xyz", slots=3),
+    "equal calls": lambda: Replacing("xyx"),
+    "equal calls of which one is revoked": lambda: Replacing("xyy", revokes=1),
     "a call that is revoked": lambda: Replacing(MANY, revokes=1),
     "messages that are lost, publishers that die": lambda: Replacing(MANY, drops=1, deaths=1),
     "a second delivery": lambda: Replacing(FEW, seconds=1),
-    "the bound passes": lambda: Replacing(MANY, bounds=bound(1, full=2)),
+    "the bound passes": lambda: Replacing(MANY, bounds=2),
     "the bound passes, and a worker dies": lambda: Replacing("xy", bounds=1, crashes=1),
     "the first leads": lambda: Replacing(FEW, leading=True),
     "the first leads, and a worker dies": lambda: Replacing("xy", leading=True, crashes=1),
-    "equal calls are debounced": lambda: Replacing(bound("xx", full="xxx"), debounce=MS),
+    "equal calls are debounced": lambda: Replacing("xxx", debounce=MS),
     "an older one retries": lambda: Replacing(bound("xy", deep="xyz"), retries={0: 1}),
     "a newer one retries": lambda: Replacing("xy", retries={1: 1}),
-    "locks held for retries": lambda: Replacing("xy", retries={0: 1}, hold=True, crashes=bound(0, full=1)),
+    "locks held for retries": lambda: Replacing("xy", retries={0: 1}, hold=True, crashes=1),
     "replies that are lost": lambda: Replacing(FEW, losses=1),
-    "workers that die": lambda: Replacing(bound("xy", deep="xyz"), crashes=bound(1, full=2)),
+    "workers that die": lambda: Replacing(bound("xy", deep="xyz"), crashes=2),
     "data is lost": lambda: Replacing("xy", wipes=1, crashes=1),
 }
 SCENARIOS: dict[str, Scenario] = {
