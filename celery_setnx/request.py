@@ -81,6 +81,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
     """
 
     _timed_out = False
+    _is_terminated = _is_cancelled = False  # by Celery, which says so only after it has killed the child
     _has_returned = False  # from a child that lived on: what the call has since is none of this run's
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -172,6 +173,16 @@ class SingletonRequest(Request):  # type: ignore[misc]
             self._timed_out = True
             cleanup_of_process().keep(self)
         return super().on_timeout(soft, timeout)
+
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """What the death of the child means is known before it is seen: the call is revoked."""
+        self._is_terminated = self._is_terminated or bool(self.time_start)
+        super().terminate(pool, signal)
+
+    def cancel(self, *args: Any, **kwargs: Any) -> None:
+        """As it is shut down, or its connection is lost: what was not acknowledged is delivered again."""
+        self._is_cancelled = True
+        super().cancel(*args, **kwargs)
 
     def revoked(self) -> bool:
         """A call that was revoked or has expired uses neither its mark, nor its place, nor its held lock."""
@@ -287,13 +298,17 @@ class SingletonRequest(Request):  # type: ignore[misc]
     def _comes_back(self) -> bool:
         """True if Celery delivers the message again when its child has died."""
         task = self.task
-        if self._already_revoked:
+        if self._already_revoked or self._is_terminated:
             return False
+        if self._is_cancelled:
+            return bool(task.acks_late and not self.acknowledged)
         if self._timed_out:  # Celery before 5.7 has one setting for both
             acknowledges = getattr(task, "acks_on_timeout", task.acks_on_failure_or_timeout)
             return bool(task.acks_late and not acknowledges)
-        lost = getattr(task, "retry_on_worker_lost", False)
-        return bool(lost or (task.acks_late and task.reject_on_worker_lost))
+        if getattr(task, "retry_on_worker_lost", False):
+            most = task.max_retries
+            return most is None or retries_of(self._request_dict.get("retries")) < most
+        return bool(task.acks_late and task.reject_on_worker_lost)
 
     def _free(self, free: Callable[[SetnxLock], bool], why: str) -> None:
         """Free the lock; if Redis does not answer, again until its lease has ended."""

@@ -5,12 +5,12 @@ import subprocess
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from billiard.exceptions import WorkerLostError
+from billiard.exceptions import Terminated, WorkerLostError
 from celery import Celery
 
 from celery_setnx import SetnxLock, SingletonTask
@@ -29,7 +29,7 @@ from celery_setnx.run.cleanup import Cleanup, cleanup_of_process
 from celery_setnx.run.sweep import Sweep
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered, info_of
-from tests.harness import due_set, raising, server_us, wait_until
+from tests.harness import due_set, raising, wait_until
 
 MANY = 3000
 
@@ -192,17 +192,28 @@ def waiting(server, locks) -> Iterator[Any]:
     app.close()
 
 
-def killed(task: Any, call: Call) -> tuple[str, bool]:
-    """The state of a call whose process has died, and whether its mark is there still."""
+def marked_run(task: Any, call: Call) -> tuple[Any, Callable[[], bool]]:
+    """The request of a marked call that runs in a child, and whether its mark is there still at the end."""
     client, mark = client_for(task.app), Mark(call.key, call.task_id)
     mark_all(client, [mark], dedupe="until_started", lease=600)
-    delivered = Delivered(task, call=call)
-    delivered.request.worker_pid = 1
-    delivered.request.free_dead()
-    delivered.request.on_failure(info_of(WorkerLostError("gone")))
-    cleanup = cleanup_of_process()
-    wait_until(lambda: not (cleanup._ended or cleanup._at_work), "what it leaves behind is freed")
-    return task.AsyncResult(call.task_id).state, bool(client.exists(mark.name))
+    request = Delivered(task, call=call).request
+    request.worker_pid = 1
+
+    def keeps_mark() -> bool:
+        cleanup = cleanup_of_process()
+        wait_until(lambda: not (cleanup._ended or cleanup._at_work), "what it leaves behind is freed")
+        return bool(client.exists(mark.name))
+
+    return request, keeps_mark
+
+
+def killed(task: Any, call: Call) -> tuple[str, bool]:
+    """The state of a call whose process has died, and whether its mark is there still."""
+    request, keeps_mark = marked_run(task, call)
+    request.free_dead()
+    request.on_failure(info_of(WorkerLostError("gone")))
+    has_mark = keeps_mark()
+    return task.AsyncResult(call.task_id).state, has_mark
 
 
 DIED = [
@@ -251,6 +262,33 @@ def test_call_without_a_header_that_died_before_it_waited_has_failed(waiting):
     delivered = Delivered(waiting)
     delivered.request.on_failure(info_of(WorkerLostError("gone")))
     assert waiting.AsyncResult(delivered.request.id).state == "FAILURE"
+
+
+@pytest.mark.parametrize("kill", ["terminate", "cancel"])
+def test_death_may_be_seen_before_celery_says_what_it_means(waiting, kill):
+    """A call that is revoked with its child will not come back, and one that is cancelled will, though
+    Celery says so after the kill, and for other deaths the task's options say the opposite.
+    """
+    waiting.acks_late, waiting.reject_on_worker_lost = True, kill == "terminate"
+    call = Call("waiting", f"id-{kill}", key="t:{waiting}", marked=True, has_header=True)
+    request, keeps_mark = marked_run(waiting, call)
+    request.time_start = 1.0
+    pool = SimpleNamespace(terminate_job=lambda _pid, _signal: request.free_dead())
+    getattr(request, kill)(pool)
+    request.on_failure(info_of(Terminated(9)))
+    comes_back = kill == "cancel"
+    assert keeps_mark() == comes_back
+    assert (leave(client_for(waiting.app), call.place(600), copy=call.copy).word != "stale") == comes_back
+
+
+@pytest.mark.parametrize(("most", "keeps"), [(0, False), (1, True), (None, True)])
+def test_call_that_celery_retries_after_its_process_died_keeps_its_mark(waiting, most, keeps):
+    """As often as it may be retried: it is published again, and by then the dead have left nothing else."""
+    waiting.retry_on_worker_lost, waiting.max_retries = True, most
+    call = Call("waiting", f"id-{most}", key="t:{waiting}", marked=True, has_header=True)
+    request, keeps_mark = marked_run(waiting, call)
+    request.free_dead()
+    assert keeps_mark() == keeps
 
 
 @pytest.mark.parametrize("policy", ["wait", "retry"])
@@ -380,7 +418,7 @@ class Looks:
 
 
 @pytest.fixture
-def paced(server, locks) -> Any:
+def paced(server, clock) -> Any:
     """A task of which two may run at a time, and each start counts for long."""
     app = Celery("paced", broker="memory://", backend="cache+memory://", set_as_current=False)
     app.conf.update(setnx_url=server.url(LOCK_DB), setnx_prefix="t")
@@ -406,7 +444,7 @@ def is_noted(paced: Any, locks: Any) -> bool:
 
 
 @pytest.mark.parametrize("started_s", [59, 30], ids=["of its permit", "that it had noted"])
-def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch, started_s):
+def test_death_asks_for_a_look_at_the_next_start(paced, locks, clock, monkeypatch, started_s):
     """Once the permit is freed and the line is noted as due: else that is found with the next sweep only."""
     swept = Looks(monkeypatch, lambda: (len(paced.holders()), is_noted(paced, locks)))
     request = Delivered(paced).request
@@ -414,7 +452,7 @@ def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch, star
     for token in (request._token, "another|0|0a"):
         lock = guard.lock(request.call, request._arguments)
         assert lock.acquire(token=token).acquired
-    ago = server_us(locks) - started_s * 1_000_000
+    ago = clock.now - started_s * 1_000_000
     locks.delete(starts_name(lock.name))
     locks.zadd(starts_name(lock.name), {f"{ago + n}#{n}#1": ago + n for n in (0, 1)})
     locks.expire(starts_name(lock.name), 60)
@@ -425,7 +463,7 @@ def test_death_asks_for_a_look_at_the_next_start(paced, locks, monkeypatch, star
     assert set(swept.looks) == {(1, True)}
 
 
-def test_end_of_a_call_with_a_rest_of_its_own_asks_when_its_line_is_due(waiting, monkeypatch):
+def test_end_of_a_call_with_a_rest_of_its_own_asks_when_its_line_is_due(waiting, clock, monkeypatch):
     """And from then on a look is told when lines of its task are due: others may rest, too."""
     step = Sweep(SimpleNamespace(app=waiting.app))
     step._client, step._thread = client_for(waiting.app), SimpleNamespace(runs=True)
@@ -452,13 +490,13 @@ def test_retry_that_will_not_come_asks_for_a_look(paced, locks, monkeypatch):
     assert swept.looks == [(1, True)]
 
 
-def test_call_that_leaves_its_line_with_its_turn_asks_for_a_look(paced, locks, monkeypatch):
+def test_call_that_leaves_its_line_with_its_turn_asks_for_a_look(paced, locks, clock, monkeypatch):
     """The permit that was kept for it may go to the next in a second, and not before."""
     swept = Looks(monkeypatch, lambda: is_noted(paced, locks))
     lock = paced._guard.lock(Delivered(paced).request.call, Delivered(paced).request._arguments)
     first, _second = waits(paced, locks, "id-1"), waits(paced, locks, "id-2")
     assert serve(lock, knows_terms=True).heir.task_id == "id-1"
-    ago = server_us(locks) - 59_000_000
+    ago = clock.now - 59_000_000
     locks.zadd(starts_name(lock.name), {f"{ago + n}#{n}#1": ago + n for n in (1, 2)})
     locks.expire(starts_name(lock.name), 60)
     cleanup = Cleanup()
