@@ -20,6 +20,7 @@ from redis.retry import Retry
 from examples.embedded import EmbeddedServer
 from tests.harness import GATE_S, Journal, Worker
 from tests.limitstage import Bench
+from tests.model.injected import CLOCK_KEY, ServerClock
 from tests.proxy import Proxy
 from tests.stage import Parked, Stage
 from tests.topologies.servers import Cluster
@@ -157,6 +158,13 @@ def locks(server, foreign_keys) -> Iterator[redis.Redis]:
     """A client of the empty lock database; afterwards every key of ours must have a TTL."""
     with redis.Redis.from_url(server.url(LOCK_DB), decode_responses=True) as client:
         yield from emptied(client, foreign_keys)
+
+
+@pytest.fixture
+def clock(locks, foreign_keys, monkeypatch) -> ServerClock:
+    """The lock server's clock, at second 10 of the test's count: in its scripts no other time passes."""
+    foreign_keys.add(CLOCK_KEY)
+    return ServerClock(locks, monkeypatch)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.lock import SetnxLock
 from celery_setnx.lock.outcome import Outcome
 from examples.embedded import EmbeddedServer
-from tests.model.injected import CLOCK_KEY, EPOCH, SECOND, ServerClock
+from tests.model.injected import EPOCH, SECOND, ServerClock
 
 CLASSIC, OURS = "lock.classic", "lock.ours"
 ZERO = EPOCH // SECOND
@@ -153,10 +153,10 @@ class Interfered:
 
 
 @pytest.fixture
-def scene(locks, foreign_keys, monkeypatch) -> Scene:
+def scene(locks, clock, foreign_keys) -> Scene:
     """Second 10; the recipe's keys have no TTL."""
-    foreign_keys |= {CLOCK_KEY, CLASSIC}
-    return Scene(locks, ServerClock(locks, monkeypatch))
+    foreign_keys.add(CLASSIC)
+    return Scene(locks, clock)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from celery_setnx.run.sweep import Sweep
 from celery_setnx.signals import lock_conflict, lock_taken_over
 from tests.conftest import LOCK_DB
 from tests.harness import age, raising, wait_until
-from tests.model.injected import CLOCK_KEY, ServerClock
+from tests.model.injected import ServerClock
 
 # When to look
 
@@ -216,7 +216,7 @@ class Bills:
 
 
 @pytest.fixture
-def bills(server, locks, monkeypatch) -> Bills:
+def bills(server, locks, clock, monkeypatch) -> Bills:
     """A worker whose wake-ups are noted."""
     bills = Bills(server, locks)
     bills.woken = []
@@ -404,15 +404,13 @@ class Workers:
     ],
 )
 def test_line_goes_on_at_its_pace_without_a_sweep(
-    app, locks, foreign_keys, monkeypatch, now, count, options, starts, period_s
+    app, locks, clock, monkeypatch, now, count, options, starts, period_s
 ):
     """At 95 % of it, and never above; and nobody polls."""
 
     @app.task(base=SingletonTask, shared=False, name="t", singleton={"lease": 60, **options})
     def t() -> None: ...
 
-    foreign_keys.add(CLOCK_KEY)
-    clock = ServerClock(locks, monkeypatch)
     clock.set(now[0])
     workers = Workers(app, locks, clock, now, count)
     monkeypatch.setattr(wake, "wake", lambda _app, heir, _key: workers.woken(heir))

@@ -17,20 +17,13 @@ from celery_setnx.lock.names import line_names, permits_name, record_name, start
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, ServeReply, Terms, task_token
 from celery_setnx.lock.verbs import Caller
-from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
+from tests.model.injected import EPOCH, ServerClock
 
 NAME = "t:{pace}"
 LINE, _ = line_names(NAME)
 STARTS, PERMITS = starts_name(NAME), permits_name(NAME)
 LEASE = 600.0
 TWO_IN_60 = (2, 60.0)
-
-
-@pytest.fixture
-def clock(locks, foreign_keys, monkeypatch) -> ServerClock:
-    """The server's clock, at second 10 of the test's count."""
-    foreign_keys.add(CLOCK_KEY)
-    return ServerClock(locks, monkeypatch)
 
 
 def the_lock(client: redis.Redis, limit: int = 1, rate: Any = TWO_IN_60, **options: Any) -> SetnxLock:

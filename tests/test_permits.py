@@ -17,7 +17,7 @@ from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, Terms, task_token
 from celery_setnx.lock.verbs import Caller, serve
 from tests.harness import lock_keys
-from tests.model.injected import CLOCK_KEY, EPOCH, ServerClock
+from tests.model.injected import CLOCK_KEY, EPOCH
 
 NAME = "t:{permits}"
 PERMITS = permits_name(NAME)
@@ -317,10 +317,8 @@ def keys_of(client: redis.Redis) -> dict[str, object]:
     return said
 
 
-def test_one_permit_is_what_a_lock_without_permits_was(locks, foreign_keys, monkeypatch):
+def test_one_permit_is_what_a_lock_without_permits_was(locks, clock):
     """Every key, value, record and expiry, verb by verb, as before there were permits."""
-    foreign_keys.add(CLOCK_KEY)
-    clock = ServerClock(locks, monkeypatch)
     about: dict[str, Any] = {"lease": 10, "retention": 60, "line": True}
 
     def acquired(task_id: str, copy: str = ORIGINAL) -> SetnxLock:
