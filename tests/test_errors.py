@@ -81,6 +81,7 @@ class Attempt:
         self.verb = verb
         self.held: HeldLock | None = None
         self.setnx = SetnxLock(client, NAME, info={"task_id": "t"}, **options)
+        client.script_load(SCRIPT_OF[verb].text)  # else the first reply is that it is not known
         if verb == "take_over":
             client.set(NAME, "1", px=60_000)
             client.set(RECORD, "dead\n1000000\n5\nrunning\n900000\n{}", px=60_000)
