@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 import uuid
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -18,7 +17,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from examples.embedded import EmbeddedServer
-from tests.harness import GATE_S, Journal, Worker
+from tests.harness import GATE_S, Journal, Patience, Worker
 from tests.limitstage import Bench
 from tests.model.injected import CLOCK_KEY, ServerClock
 from tests.proxy import Proxy
@@ -39,12 +38,12 @@ def ask_for_results() -> None:
     get = AsyncResult.get
 
     def ask(self: AsyncResult, timeout: float | None = None, **options: Any) -> Any:
-        began = time.monotonic()
+        patience = Patience(timeout or 60)
         while True:
             try:
                 return get(self, timeout=0.5, **options)
             except TimeoutError:
-                if not self.ready() and time.monotonic() - began > (timeout or 60):
+                if patience.is_over() and not self.ready():
                     raise TimeoutError(f"{self.id} is {self.state} after {timeout or 60} s") from None
 
     AsyncResult.get = ask

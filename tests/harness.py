@@ -34,6 +34,20 @@ GATE_S = 300
 CONF = "SETNX_TEST_CONF"
 
 
+class Patience:
+    """Seconds to wait. Of the time for which the machine stood still only five count: nobody went on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left_s, self._asked_at = seconds, time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether they are over; to be asked again and again."""
+        now = time.monotonic()
+        self._left_s -= min(now - self._asked_at, 5.0)
+        self._asked_at = now
+        return self._left_s < 0
+
+
 def wait_until(
     condition: Callable[[], Value], what: str | Callable[[], str], deadline_s: float = DEADLINE_S
 ) -> Value:
@@ -41,14 +55,14 @@ def wait_until(
 
     Between two looks it waits for longer than one takes: else tests that wait keep a busy machine busy.
     """
-    give_up = time.monotonic() + deadline_s
+    patience = Patience(deadline_s)
     while True:
         began = time.monotonic()
         value = condition()
         if value:
             return value
         ended = time.monotonic()
-        if ended > give_up:
+        if patience.is_over():
             missing = what if isinstance(what, str) else what()
             raise AssertionError(f"not within {deadline_s:g} s: {missing}; last seen: {value!r}")
         time.sleep(min(max(0.01, 4 * (ended - began)), 0.05))
