@@ -176,7 +176,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
 
     def terminate(self, pool: Any, signal: Any = None) -> None:
         """What the death of the child means is known before it is seen: the call is revoked."""
-        self._is_terminated = self._is_terminated or bool(self.time_start)
+        self._is_terminated = bool(self.time_start)  # else Celery does it as soon as a child runs it
         super().terminate(pool, signal)
 
     def cancel(self, *args: Any, **kwargs: Any) -> None:

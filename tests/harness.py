@@ -35,13 +35,13 @@ CONF = "SETNX_TEST_CONF"
 
 
 class Patience:
-    """Seconds to wait. Of the time for which the machine stood still only five count: nobody went on."""
+    """Seconds to wait. A machine that stands still uses up five at most: nobody else goes on, either."""
 
     def __init__(self, seconds: float) -> None:
         self._left_s, self._asked_at = seconds, time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether they are over; to be asked again and again."""
+        """Whether they are over; asked after each look."""
         now = time.monotonic()
         self._left_s -= min(now - self._asked_at, 5.0)
         self._asked_at = now
