@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from celery import Celery
 
+from tests.containers import go_on, stand_still
 from tests.deploy.stack import LEASE_S, PATIENCE_S, Logs, health_of
 from tests.harness import wait_until
 
@@ -29,12 +30,6 @@ CLAIMS = [
     "every key left in Redis has a TTL",
 ]
 BODY = ("start", "end")
-# What the worker's own child of `docker-init` is told.
-SIGNAL = """
-import os, signal
-[worker] = open("/proc/1/task/1/children").read().split()
-os.kill(int(worker), signal.{})
-"""
 
 
 def test_up_waits_until_every_service_is_healthy(stack, broker):
@@ -140,18 +135,18 @@ def test_holder_that_is_cut_off_is_told_and_harms_nobody(stack, scene, failovers
 
 @pytest.mark.parametrize("broker", ["rabbitmq"], indirect=True)
 def test_lock_outlives_a_broker_that_stands_still(stack, scene):
-    """`pause` of the broker for longer than the lease: the lock is elsewhere, and is renewed."""
+    """The broker stands still for longer than the lease: the lock is elsewhere, and is renewed."""
     call = scene.settle("alpha", "start")
     (acquired,) = scene.seen("acquired", call)
     before = scene.holder(acquired["key"])
     rabbitmq = stack.containers()["rabbitmq"]
-    rabbitmq.pause()
+    stand_still(rabbitmq)
     try:
         wait_until(
             lambda: scene.holder(acquired["key"]).deadline > before.deadline + LEASE_S + 1, "its renewals"
         )
     finally:
-        rabbitmq.unpause()
+        go_on(rabbitmq)
     assert scene.holder(acquired["key"]).token == before.token
     scene.open(1)
     wait_until(lambda: scene.seen("released", call), "its end")
@@ -162,9 +157,9 @@ def test_lock_outlives_a_broker_that_stands_still(stack, scene):
 def test_worker_that_stands_still_becomes_unhealthy(stack):
     """The health check is about the worker, not about its container."""
     container = stack.containers()["beta"]
-    assert container.exec_run(["python", "-c", SIGNAL.format("SIGSTOP")]).exit_code == 0
+    stand_still(container)
     try:
         wait_until(lambda: health_of(stack.containers()["beta"]) == "unhealthy", "beta is unhealthy", 60)
     finally:
-        container.exec_run(["python", "-c", SIGNAL.format("SIGCONT")])
+        go_on(container)
         wait_until(lambda: health_of(stack.containers()["beta"]) == "healthy", "beta is healthy again", 60)

@@ -9,6 +9,7 @@ from typing import Any
 import docker
 from kombu import Connection
 
+from tests.containers import stand_still
 from tests.harness import wait_until
 from tests.topologies.servers import HOST, free_port
 
@@ -47,6 +48,7 @@ class RabbitMQ:
         self.url = given or f"amqp://guest:guest@{HOST}:{free_port()}//"
         self._container: Any = None
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._is_frozen = False
         if self.is_own:
             self._create()
         self.wait_until_ready()
@@ -94,11 +96,11 @@ class RabbitMQ:
 
     def kill(self) -> None:
         """kill -9."""
-        self._container.reload()
-        if self._container.status != "paused":  # else that was done before
+        if not self._is_frozen:  # else that was done before
             self._write_down()
         self._container.kill()
         self._container.wait()
+        self._is_frozen = False
 
     def _write_down(self) -> None:
         """Write down all that was declared: a quorum queue that was not has no leader after a kill (3.10)."""
@@ -107,7 +109,9 @@ class RabbitMQ:
     def freeze(self) -> None:
         """It keeps its connections, and reads and answers nothing. A kill ends that, too."""
         self._write_down()
-        self._container.pause()
+        stand_still(self._container)
+        self._is_frozen = True
+        assert not self.answers()
 
     def _ctl(self, *command: str) -> bytes:
         ended, output = self._container.exec_run(["rabbitmqctl", "-q", *command])
