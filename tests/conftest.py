@@ -282,7 +282,7 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     """A test that fails shows how the logs of its workers end."""
     report = yield
     if report.failed:
-        for worker in _started[-3:]:
+        for worker in reversed(_started[-3:]):  # of a long report the end may be cut off
             report.sections.append((f"end of {worker.log}", "\n".join(worker.log_text().splitlines()[-40:])))
     return report
 

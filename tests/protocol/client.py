@@ -25,7 +25,7 @@ class Server:
     """A connection to a Redis, in its own protocol."""
 
     def __init__(self, port: int, db: int) -> None:
-        self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=60)
         self._file = self._socket.makefile("rb")
         self.ask("SELECT", db)
 
