@@ -64,8 +64,8 @@ def make_app(
 
 
 def wait_for_gate(name: str) -> None:
-    """Wait until a test opens the gate of this name."""
-    control.blpop([f"gate:{name}"], timeout=GATE_S)
+    """Wait until a test opens the gate of this name, or has ended (see `leave_open` in conftest.py)."""
+    control.blpop([f"gate:{name}", f"left:{name}"], timeout=GATE_S)
 
 
 def body(name: str = "") -> str:

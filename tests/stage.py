@@ -133,13 +133,18 @@ def wait_for_ends(app: Any, worker: Worker) -> None:
     wait_until(has_heard, "the worker has heard how its calls ended")
 
 
-def unacknowledged(broker: Any, queue: str) -> list[str]:
-    """Tags of a queue's messages that were delivered and not acknowledged.
+def unacknowledged(broker: Any, queue: str, task_id: str = "") -> list[str]:
+    """Tags of a queue's messages that were delivered and not acknowledged; those of one call, if it is named.
 
     If a worker lives that takes from the queue, they are its own, too: it may be about to acknowledge them.
+    And a courier of an earlier test may be among them: delivered now, it would bring its call back.
     """
-    messages = broker.hgetall("unacked").items()
-    return [tag for tag, packed in messages if json.loads(packed)[2] == queue]
+    found = {tag: json.loads(packed) for tag, packed in broker.hgetall("unacked").items()}
+    return [
+        tag
+        for tag, (message, _exchange, routing_key) in found.items()
+        if routing_key == queue and task_id in ("", message["headers"].get("id"))
+    ]
 
 
 def messages(broker: Any, names: Iterable[str], queues: Iterable[str]) -> list[str]:

@@ -68,7 +68,7 @@ def twice(module, broker, journal) -> Callable[..., Any]:
 
     def twice(result: Any) -> Any:
         journal.reached("start", result)
-        redeliver(broker, unacknowledged(broker, "celery"))
+        redeliver(broker, unacknowledged(broker, "celery", result.id))
         text = f"[{result.id}] waits for another delivery of the same call"
         wait_until(lambda: text in module.log_text(), f"{text} in {module.log}")
         return result
