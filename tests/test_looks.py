@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -216,12 +216,14 @@ class Bills:
 
 
 @pytest.fixture
-def bills(server, locks, clock, monkeypatch) -> Bills:
+def bills(server, locks, clock, monkeypatch) -> Iterator[Bills]:
     """A worker whose wake-ups are noted."""
     bills = Bills(server, locks)
     bills.woken = []
     monkeypatch.setattr(wake, "wake", lambda _app, heir, _key: bills.woken.append(heir and heir.task_id))
-    return bills
+    yield bills
+    bills.step._looks.stop()
+    wait_until(lambda: not bills.step._looks.runs, "it looks at no line of the next test")
 
 
 def test_look_asks_no_result_backend_and_the_sweep_does(bills, monkeypatch):

@@ -63,13 +63,15 @@ def app(alone, server, locks) -> Celery:
 
 
 @pytest.fixture
-def swept(app, monkeypatch) -> Sweep:
+def swept(app, monkeypatch) -> Iterator[Sweep]:
     """The sweep of a worker of the app, whose thread has not been started; whom it wakes is noted."""
     step = Sweep(SimpleNamespace(app=app))
     step._client, step._state = client_for(app), configured(app)
     step.woken = []
     monkeypatch.setattr(wake, "wake", lambda app, heir, key: step.woken.append(heir and heir.task_id))
-    return step
+    yield step
+    step._looks.stop()
+    wait_until(lambda: not step._looks.runs, "it looks at no line of the next test")
 
 
 def wait(locks: Any, key: str, task_id: str = "id-1") -> None:
