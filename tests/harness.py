@@ -68,6 +68,12 @@ def wait_until(
         time.sleep(min(max(0.01, 4 * (ended - began)), 0.05))
 
 
+def end_looks(step: Any) -> None:
+    """End the timed looks of a sweep, whose thread would look at lines of the next test."""
+    step._looks.stop()
+    wait_until(lambda: not step._looks.runs, "its timed looks have ended")
+
+
 def lock_keys(client: redis.Redis) -> set[str]:
     """All keys of a database but those that workers and couriers of other tests may write at any time."""
     of_others = re.compile(r".*:lines:|setnx:brokers$|.*:\{tests\..*:ticket:")

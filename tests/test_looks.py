@@ -34,7 +34,7 @@ from celery_setnx.run.run import run
 from celery_setnx.run.sweep import Sweep
 from celery_setnx.signals import lock_conflict, lock_taken_over
 from tests.conftest import LOCK_DB
-from tests.harness import age, raising, wait_until
+from tests.harness import age, end_looks, raising, wait_until
 from tests.model.injected import ServerClock
 
 # When to look
@@ -222,8 +222,7 @@ def bills(server, locks, clock, monkeypatch) -> Iterator[Bills]:
     bills.woken = []
     monkeypatch.setattr(wake, "wake", lambda _app, heir, _key: bills.woken.append(heir and heir.task_id))
     yield bills
-    bills.step._looks.stop()
-    wait_until(lambda: not bills.step._looks.runs, "it looks at no line of the next test")
+    end_looks(bills.step)
 
 
 def test_look_asks_no_result_backend_and_the_sweep_does(bills, monkeypatch):

@@ -27,7 +27,7 @@ from celery_setnx.run.looks import SweepReport
 from celery_setnx.run.revoked import RevokedLately
 from celery_setnx.run.sweep import Sweep
 from examples.embedded import EmbeddedServer
-from tests.harness import due_set, server_us, wait_until
+from tests.harness import due_set, end_looks, server_us, wait_until
 
 
 class Courier:
@@ -70,8 +70,7 @@ def swept(app, monkeypatch) -> Iterator[Sweep]:
     step.woken = []
     monkeypatch.setattr(wake, "wake", lambda app, heir, key: step.woken.append(heir and heir.task_id))
     yield step
-    step._looks.stop()
-    wait_until(lambda: not step._looks.runs, "it looks at no line of the next test")
+    end_looks(step)
 
 
 def wait(locks: Any, key: str, task_id: str = "id-1") -> None:
