@@ -98,9 +98,12 @@ def app(server, locks) -> Iterator[Celery]:
     app.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def running(server) -> Iterator[Celery]:
-    """An app with a worker in a thread of this process."""
+    """An app with a worker in a thread of this process, which has no other meanwhile: Celery's state is one.
+
+    To end one worker ends all, and each, as it ends, cancels what the others have in their timers.
+    """
     app = made(server.url(1))
     task_of(app, name="waiting", on_conflict="wait")
     task_of(app, name="paced", rate="1/m", limit=3)
