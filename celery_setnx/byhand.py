@@ -43,7 +43,7 @@ def locks(app: Celery) -> Iterator[Sighting]:
         LockRefused: Redis refuses a command.
     """
     prefix = settings_of(app).prefix
-    with _told_as_ours(f"{prefix}:{{*}}"):
+    with told_as_ours(f"{prefix}:{{*}}"):
         yield from (seen for seen in survey.survey(client_for(app), prefix, marks=False) if seen.is_lock)
 
 
@@ -61,7 +61,7 @@ def look(app: Celery, key: str) -> Sighting:
     """
     if not (key.startswith(f"{settings_of(app).prefix}:{{") and key.endswith("}")):
         raise ValueError(f"{key!r} is no name of a lock of this app's tasks")
-    with _told_as_ours(key):
+    with told_as_ours(key):
         return look_at(client_for(app), key)
 
 
@@ -72,7 +72,7 @@ def waiters(app: Celery, seen: Sighting) -> list[Waiter]:
         LockUnavailable: Redis did not answer.
         LockRefused: Redis refuses a command.
     """
-    with _told_as_ours(seen.key):
+    with told_as_ours(seen.key):
         return list(look_at(client_for(app), seen.key, waiters=WAITERS).waiters)
 
 
@@ -109,7 +109,7 @@ def release_each(
     """
     released = []
     for seen in chosen:
-        with _told_as_ours(seen.key):
+        with told_as_ours(seen.key):
             dropped = _drop(client_for(app), seen, renewals=_RENEWALS if renewed else 0)
         if dropped is not None:
             _tell(app, dropped, by)
@@ -180,7 +180,7 @@ def _tell(app: Celery, released: Sighting, by: str) -> None:
 
 
 @contextmanager
-def _told_as_ours(key: str) -> Iterator[None]:
+def told_as_ours(key: str) -> Iterator[None]:
     """A server's errors as errors of ours."""
     try:
         yield

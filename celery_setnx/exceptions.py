@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from celery_setnx.wording import held, sentence, titled, unstopped
+from celery_setnx.wording import HELD_BACK, held, sentence, titled, unstopped
 
 
 class SetnxError(Exception):
@@ -55,7 +55,7 @@ class UnkeyableCall(SetnxError, TypeError):
 
 
 class AlreadyRunning(SetnxError):
-    """The lock is held, or the rate allows no start yet, and you asked for an error.
+    """The lock is held, or the rate or a pause allows no start yet, and you asked for an error.
 
     Raised in the worker with `on_conflict="raise"` and by `conflict.fail()`. A `SetnxLock` raises it in a
     `with` statement, after its `wait`. The task's state is FAILURE, logged as INFO without a traceback.
@@ -67,10 +67,10 @@ class AlreadyRunning(SetnxError):
         holder: Who holds the lock, as `Holder.as_dict` gives it: `task`, `about`, `task_id`, `worker`,
             `host`, `pid`, `state`, `fence`, `since`, `deadline`, `value`, `description`. Of several permits,
             the one held for longest. If only the rate delays the call, `state` is `paced` and no task is
-            named.
+            named; if a pause does, it is `paused`.
         remaining_s: Seconds until the deadline of the holder, which renews it; of several permits, until the
-            first deadline. If only the rate delays the call, seconds until the next start. None if the lock
-            has no deadline.
+            first deadline. If only the rate or a pause delays the call, seconds until the next start. None
+            if the lock has no deadline.
         limit: How many may hold the lock at a time. Defaults to 1.
     """
 
@@ -95,20 +95,20 @@ class AlreadyRunning(SetnxError):
         return str(self.holder.get("about") or "")
 
     def _message(self) -> str:
-        cannot = "may not start yet" if self._is_paced else "is already running"
+        cannot = "may not start yet" if self._is_held_back else "is already running"
         return f"{titled(self.task, self.about)} {cannot}: {self._held()}."
 
     @property
-    def _is_paced(self) -> bool:
-        return self.holder.get("state") == "paced"
+    def _is_held_back(self) -> bool:
+        return self.holder.get("state") in HELD_BACK
 
     def _held(self) -> str:
         """By whom, and for how long."""
         holder = self.holder.get("description") or "an unknown holder"
-        who = held(self.key, holder, self.limit, paced=self._is_paced)
+        who = held(self.key, holder, self.limit, back=self._is_held_back)
         if self.remaining_s is None:
             return f"{who}, with no deadline"
-        if self._is_paced:
+        if self._is_held_back:
             return f"{who}, for {self.remaining_s:.1f} s more"
         if self.limit > 1:
             return f"{who}; the first of them ends in {self.remaining_s:.1f} s unless it renews its lease"
@@ -336,15 +336,16 @@ _URL = "the URL in setnx_url (or, without one, that of the result backend or bro
 COMMANDS = (
     *("EVAL", "EVALSHA", "TIME", "GET", "MGET", "EXISTS", "SET", "GETSET", "DEL", "PTTL", "PEXPIRE"),
     *("PEXPIREAT", "ZADD", "ZREM", "ZREMRANGEBYSCORE", "ZRANGE", "ZRANGEBYSCORE", "ZREVRANGE"),
-    *("ZREVRANGEBYSCORE", "ZCOUNT", "ZRANK", "ZSCORE", "HSET", "HGET", "HDEL"),
+    *("ZREVRANGEBYSCORE", "ZCOUNT", "ZRANK", "ZSCORE", "HSET", "HGET", "HDEL", "HGETALL"),
 )
 """What workers and publishers ask of a lock server; all but the first two inside of scripts."""
 
 _NEEDED = (
     f"celery_setnx needs EVAL, EVALSHA and, inside scripts, {', '.join(COMMANDS[2:-1])} and {COMMANDS[-1]} "
     "on this key, its :holder, :queued, "
-    ":line, :calls, :permits, :starts, :done, :taken_over, :ticket:* and :successor:*, on its #1 to #99 and "
-    "their :holder, on <prefix>:lines:* and <prefix>:receipt:*, and on setnx:brokers; SELECT for a database "
+    ":line, :calls, :permits, :starts, :done, :newest, :terms, :taken_over, :ticket:* and :successor:*, on "
+    "its #1 to #99 and their :holder, on <prefix>:lines:*, <prefix>:receipt:* and <prefix>:terms, and on "
+    "setnx:brokers; SELECT for a database "
     "other than 0; in a cluster, CLUSTER SLOTS and COMMAND"
 )
 _NO_TLS = "write redis:// for rediss:// (redis+cluster:// for rediss+cluster://)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from celery_setnx.connection import client_for
 from celery_setnx.doctor.trial import TRIAL
 from celery_setnx.exceptions import OptionError
 from celery_setnx.forks import between_forks
+from celery_setnx.lock.live import live_terms_of, live_terms_of_tasks, pause_in
 from celery_setnx.lock.survey import survey
 from celery_setnx.log import Log
 from celery_setnx.options import settings_of
@@ -46,8 +48,9 @@ _GAUGES = {
     "waiters": "Calls that wait in line for a lock.",
     "held": "Locks that are held, each permit counted.",
     "oldest_seconds": "Seconds since the oldest of the locks that are held was acquired.",
+    "paused": "Pauses that count, of a whole scope or of a key.",
 }
-_UNITS = {"waiters": "{call}", "held": "{permit}", "oldest_seconds": "s"}
+_UNITS = {"waiters": "{call}", "held": "{permit}", "oldest_seconds": "s", "paused": "{pause}"}
 _NOT_SERVED = (
     "The metrics of this worker are not served: %s:%d cannot be used (%s). It works without. "
     "Give every worker of a host a port of its own."
@@ -264,7 +267,7 @@ def _check_pool(client: Any, worker: Any) -> None:
 
 
 class _Gauges:
-    """Asks Redis at each scrape how many calls wait, what is held, and since when, by scope."""
+    """Asks Redis at each scrape how many calls wait, what is held, since when, and paused, by scope."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
@@ -291,20 +294,26 @@ def _counts(app: Celery) -> dict[str, Mapping[str, float]]:
     waiting: Counter[str] = Counter()
     held: Counter[str] = Counter()
     oldest: dict[str, float] = {}
+    client, prefix, now = client_for(app), settings_of(app).prefix, time.time()
     try:
-        for sighting in survey(client_for(app), settings_of(app).prefix, marks=False):
+        texts = live_terms_of_tasks(client, prefix).items()
+        paused = Counter(
+            {scope: int(pause_in(live_terms_of(text, now)) is not None) for scope, text in texts}
+        )
+        for sighting in survey(client, prefix, marks=False):
             waiting[sighting.scope] += sighting.waiting
+            paused[sighting.scope] += pause_in(sighting.live) is not None
             held[sighting.scope] += len(sighting.living)
             for age_s in (one.age_s for one in sighting.of_each() if not one.is_stale and one.age_s):
                 oldest[sighting.scope] = max(oldest.get(sighting.scope, 0.0), age_s)
     except Exception as error:  # noqa: BLE001 - it is a scrape's thread: the other figures stand
-        logger.warning("The gauges (waiters, held, oldest) are missing from the metrics: %s", error)
+        logger.warning("The gauges (waiters, held, oldest, paused) are missing from the metrics: %s", error)
         return {name: {} for name in _GAUGES}
     for count in (waiting, held):
         del count[TRIAL]  # what each worker tries as it starts
     oldest.pop(TRIAL, None)
     # Without the scopes in which there is nothing.
-    return {"waiters": +waiting, "held": +held, "oldest_seconds": oldest}
+    return {"waiters": +waiting, "held": +held, "oldest_seconds": oldest, "paused": +paused}
 
 
 class _Observed:

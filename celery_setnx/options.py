@@ -267,6 +267,7 @@ class Settings:
     """The app's settings, from `setnx_*` in its configuration.
 
     Attributes:
+        enabled: Whether tasks are guarded, and calls deduplicated; else all run plainly. Defaults to True.
         prefix: First part of every key of ours; give each environment its own. Defaults to `setnx`, behind
             the `global_keyprefix` by which Celery keeps apps apart.
         defaults: Options for all tasks of the app. Defaults to none.
@@ -281,6 +282,7 @@ class Settings:
         beat_lease: Seconds for which a beat that died may keep the lead. Defaults to 10.
     """
 
+    enabled: bool
     prefix: str
     broker: str | None
     defaults: Mapping[str, Any]
@@ -368,6 +370,7 @@ def settings(conf: Any) -> Settings:
     check_name("setnx_prefix", prefix)
     retention = conf.get("setnx_retention", DAY_S)
     return Settings(
+        enabled=_flag("setnx_enabled", conf.get("setnx_enabled", True)),
         prefix=prefix,
         broker=_broker(conf.get("setnx_broker")),
         defaults=checked("setnx_defaults", conf.get("setnx_defaults") or {}),

@@ -26,7 +26,7 @@ from celery_setnx.call.ended import DEATHS, stored_end
 from celery_setnx.call.guard import decorated
 from celery_setnx.call.message import HEADER, Call, id_of, retries_of
 from celery_setnx.call.queues import noting_queues
-from celery_setnx.call.switches import DISABLED
+from celery_setnx.call.switches import DISABLED, runs_plainly
 from celery_setnx.call.wake import give_turns, look_within
 from celery_setnx.connection import quick_client_for
 from celery_setnx.exceptions import SetnxError
@@ -151,7 +151,7 @@ class SingletonRequest(Request):  # type: ignore[misc]
         runs again.
         """
         guard = self._guard
-        if guard is None or DISABLED.is_on(self.app) or not _is_end(error):
+        if guard is None or runs_plainly(self.app) or not _is_end(error):
             return
         acknowledged_at = time.monotonic() if self.task.acks_late else self._accepted_at
         if not needs_receipt(
@@ -403,14 +403,18 @@ def _leave_late(app: Celery, call: Call) -> bool:
 def _receive_other(request: Any, **_details: Any) -> None:
     """Receive a message of a task with another base class, whose request is Celery's own.
 
-    The delivery of a decorated function is noted. A call whose task is guarded no more waits for no lock.
+    The delivery of a decorated function is noted. A call whose task is guarded no more, or which runs plainly
+    as all do, waits for no lock: it leaves its line, and its mark is freed.
     """
-    is_decorated = decorated(request.task.run) is not None
-    if isinstance(request, SingletonRequest) or not (is_decorated or HEADER in request.request_dict):
+    is_ours, is_decorated = isinstance(request, SingletonRequest), decorated(request.task.run) is not None
+    is_guarded = (is_ours or is_decorated) and not runs_plainly(request.app)
+    if (is_ours and is_guarded) or not (is_ours or is_decorated or HEADER in request.request_dict):
         return
-    call = Call.of(request.request_dict["task"], request.request_dict)
-    if is_decorated:
+    call = request.call if is_ours else Call.of(request.request_dict["task"], request.request_dict)
+    if is_guarded:
         Delivery.receive(request, call)
+        return
+    if DISABLED.is_on(request.app):  # no server is asked
         return
     if call.key and call.may_have_twin:
         logger.warning(

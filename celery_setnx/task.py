@@ -39,7 +39,7 @@ from celery_setnx.call.marking import refuse_long_debounce
 from celery_setnx.call.message import Call, RunningCall
 from celery_setnx.call.outermost import is_celerys_own, is_from_celery, stand_outermost
 from celery_setnx.call.publish import publish, refuse_unseen
-from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
+from celery_setnx.call.switches import EAGER_GUARDED, runs_plainly
 from celery_setnx.configured import configured
 from celery_setnx.exceptions import AlreadyRunning, LockTimeout, OptionError
 from celery_setnx.keys import signature_of
@@ -804,8 +804,8 @@ def _settle_at_the_end(app: Celery) -> None:
 
 
 def _is_guarded(app: Celery, request: Context | None) -> bool:
-    """True if a worker calls; also eagerly, and not even then, as a test may say."""
-    if request is None or request.called_directly or DISABLED.is_on(app):
+    """True if a worker calls; also eagerly, as a test may say. Not if everything runs plainly."""
+    if request is None or request.called_directly or runs_plainly(app):
         return False
     return not request.is_eager or EAGER_GUARDED.is_on(app)
 

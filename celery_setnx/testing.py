@@ -17,21 +17,25 @@ from typing import Any
 import redis
 from celery import Celery, Task
 
+from celery_setnx.call.live import read_live_terms
 from celery_setnx.call.switches import DISABLED, EAGER_GUARDED
 from celery_setnx.call.wake import give_turns, lines_of
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import AlreadyRunning, SetnxError
 from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.keeper import keeper_for_process
-from celery_setnx.lock.lock import SetnxLock
+from celery_setnx.lock.live import change_key_terms, change_task_terms
+from celery_setnx.lock.lock import DAY_S, SetnxLock
 from celery_setnx.lock.look import WAITERS, Sighting, look
 from celery_setnx.lock.names import (
     done_name,
     line_names,
+    live_terms_name,
     mark_name,
     newest_name,
     permits_name,
     record_name,
+    scope_and_digest,
     starts_name,
 )
 from celery_setnx.lock.newest import latest_of
@@ -43,6 +47,7 @@ from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
 from celery_setnx.run.passage import pass_for_held
 from celery_setnx.task import guard_for, lock_for
+from celery_setnx.terms import NewTerm, Whose, end_term, live_terms, set_term
 
 __all__ = [
     "Held",
@@ -53,6 +58,7 @@ __all__ = [
     "hold",
     "locks_on",
     "pass_time",
+    "paused",
     "singleton_disabled",
 ]
 
@@ -206,6 +212,39 @@ def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
         held.release()
 
 
+@contextmanager
+def paused(task: Task, *args: Any, **kwargs: Any) -> Iterator[None]:
+    """Have an operator pause a task for a while, or the key of one call; see `celery setnx pause`.
+
+    Workers of this process know it at once, others within two seconds.
+
+    Args:
+        task: A `SingletonTask`, or a task with `@singleton`.
+        args, kwargs: The arguments of the call; without any, all calls of the task's scope.
+
+    Raises:
+        TypeError: This is no task.
+        OptionError: The task has no lock.
+        UnkeyableCall: The key cannot be computed.
+        LockUnavailable: Redis did not answer.
+
+    Example:
+        >>> with guarded(app), paused(settle, 7):   # doctest: +SKIP
+        ...     assert is_skipped(settle.apply([7]).get())
+    """
+    app = _app_of(task)
+    whose = Whose(scope=guard_for(task).scope_of({}))
+    if args or kwargs:
+        whose = Whose(key=lock_for(task, args, kwargs).name)
+    set_term(app, whose, NewTerm("pause", DAY_S, because="a test", by="celery_setnx.testing"))
+    read_live_terms(app, client_for(app))
+    try:
+        yield
+    finally:
+        end_term(app, whose, "pause", by="celery_setnx.testing")
+        read_live_terms(app, client_for(app))
+
+
 def crash(held: Held) -> None:
     """Kill a holder: it renews no more, and its lock stays until the lease has ended (see `pass_time`).
 
@@ -223,7 +262,8 @@ def crash(held: Held) -> None:
 
 def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any, **kwargs: Any) -> None:
     """Let time pass for locks without waiting: they, their marks, those who wait in line, their starts
-    (`rate`), and what counts as done (`dedupe_for`) grow older; and debounced calls come due sooner.
+    (`rate`), and what counts as done (`dedupe_for`) grow older; debounced calls come due, and live terms end,
+    sooner.
 
     A holder of `hold` that lives renews meanwhile, and keeps its lock. Any other is taken for one that stood
     still: past its lease the next call takes the lock over, and its own next renewal tells it so.
@@ -256,6 +296,7 @@ def pass_time(seconds: float | timedelta, what: Held | Task | Celery, *args: Any
         keys = [lock_for(what, args, kwargs).name]
     else:
         keys = sorted(_keys(client, what))
+    _age_terms(app, what, keys, by_s)
     due = list(client.scan_iter(match=f"{escaped(lines_of(app))}:{{*}}:*", count=1000))
     for key in keys:
         _pass(app, client, key, by_s, due)
@@ -271,6 +312,23 @@ def _pass(app: Celery, client: Any, key: str, by_s: float, due: list[Any]) -> No
     for name in due:
         for entry, _ in client.zscan_iter(name, match=f"{escaped(key)}*"):  # and ends
             client.zincrby(name, -by_s * 1e6, entry)  # workers look at it sooner
+
+
+def _age_terms(app: Celery, what: Any, keys: Collection[str], by_s: float) -> None:
+    """Let the live terms of keys, and those of their scopes, end sooner."""
+    client, prefix = client_for(app), settings_of(app).prefix
+    scopes = {scope_and_digest(key)[0] for key in keys}
+    if isinstance(what, Task):
+        scopes.add(guard_for(what).scope_of({}))
+    for whose, terms in live_terms(app).items():
+        for term in terms if isinstance(what, Celery) or whose.key in keys or whose.scope in scopes else ():
+            left_s = max(0.0, term.remaining_s(time.time()) - by_s)
+            sooner = NewTerm(term.name, left_s, term.value, term.because, term.by)
+            if whose.key:
+                change_key_terms(client, whose.key, sooner)
+            else:
+                change_task_terms(client, prefix, whose.scope, sooner)
+    read_live_terms(app, client)
 
 
 def assert_released(what: Task | Celery, *args: Any, within: float = 0.0, **kwargs: Any) -> None:
@@ -319,6 +377,7 @@ def clear(app: Celery) -> int:
             crash(held)
     for lines in client.scan_iter(match=f"{escaped(prefix)}:lines:*", count=1000):
         client.delete(lines)
+    client.delete(live_terms_name(prefix))
     pattern = f"{escaped(prefix)}:{{*"
     return sum(int(client.delete(key)) for key in list(client.scan_iter(match=pattern, count=1000)))
 

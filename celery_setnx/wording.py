@@ -32,9 +32,13 @@ def titled(task: str, about: str) -> str:
     return f"{task}({about})" if about else task
 
 
-def held(key: str, holder: object, limit: int, *, paced: bool = False) -> str:
-    """That a lock is held: by one, or as often as its limit says; or that its pace lets nobody have it."""
-    if paced:
+HELD_BACK = ("paced", "paused")
+"""What the state is of a holder that is nobody: a pace, or a pause, lets no call start."""
+
+
+def held(key: str, holder: object, limit: int, *, back: bool = False) -> str:
+    """That a lock is held: by one, or as often as its limit says; or that nobody may have it."""
+    if back:
         return f"{key} is held back by {holder}"
     return (
         f"{key} is held by {holder}"

@@ -595,7 +595,14 @@ def test_wrong_usage_is_told_and_ends_with_2(cli, command, says):
 
 
 SYNC, DAILY = f"{TASK}sync", f"{TASK}daily"
-GIVEN = {"--task": [DAILY], "--older": ["1h"], "--args": ["[7]"], "--kwargs": ['{"customer": 7}']}
+GIVEN = {
+    "--task": [DAILY],
+    "--older": ["1h"],
+    "--for": ["1h"],
+    "--because": ["why"],
+    "--args": ["[7]"],
+    "--kwargs": ['{"customer": 7}'],
+}
 FITTING = [
     (("list",), "--task --stale --older --queued --done --json"),
     (("list", "--stale"), "--task --older --json"),
@@ -615,6 +622,14 @@ FITTING = [
     (("check",), "--strict --json"),
     (("doctor",), "--strict --json --acl"),
     (("doctor", "--acl"), ""),
+    (("pause", "t:{a}"), "--for --because"),
+    (("pause", SYNC), "--args --kwargs --for --because"),
+    (("resume", SYNC), "--args --kwargs"),
+    (("limit", f"{TASK}several", "2"), "--args --kwargs --for --because"),
+    (("limit", f"{TASK}several", "own"), "--args --kwargs"),
+    (("rate", SYNC, "10/m"), "--args --kwargs --for --because"),
+    (("rate", "t:{a}", "own"), ""),
+    (("terms",), "--json"),
 ]
 """What may be added to a line: each option that does something there."""
 
@@ -1837,3 +1852,105 @@ def test_docs_name_no_option_that_does_not_exist():
     """In no place of docs/cli.md."""
     known = {option for command in setnx.commands.values() for option in options_of(command)}
     assert named_options(PAGE) <= {*known, "--help"}
+
+
+# Live terms
+
+
+def test_paused_key_is_seen_as_paused(cli):
+    """In the list, by why, and among the terms: until when, by whom and why; and then no more."""
+    said = ask("pause", f"{TASK}sync", "7", "--for", "2h", "--because", "partner down", ends=0).stdout
+    assert re.fullmatch(rf"{re.escape(cli.key())}: paused until .* UTC, 2 h 0 min from now\.\n", said)
+    assert cells()[:2] == [f"{TASK}sync", "paused"]
+    told = ask("why", f"{TASK}sync", "7", ends=1).stdout.splitlines()
+    assert re.fullmatch(r"No: its key is paused for .* more by .*: partner down\.", told[0])
+    assert told[1].strip().startswith("A call now would wait in line, and others would be skipped")
+    (row,) = ask_json("terms")
+    assert (row["key"], row["name"], row["because"]) == (cli.key(), "pause", "partner down")
+    assert 7100 < row["ends_in_s"] <= 7200
+    assert "no longer paused" in ask("resume", f"{TASK}sync", "7", ends=0).stdout
+    assert ask_json("terms") == []
+    assert ask("why", f"{TASK}sync", "7", ends=0).stdout.startswith("Yes")
+
+
+def test_second_call_of_a_paused_key_would_be_skipped(cli):
+    """One waits cli."""
+    ask("pause", cli.key())
+    cli.park()
+    told = ask("why", f"{TASK}sync", "7", ends=1).stdout
+    assert "would be skipped, as another of its key waits (on_conflict='auto')" in told
+
+
+def test_resume_has_the_line_looked_at(cli):
+    """Of a key; a task's lines are the workers' business."""
+    ask("pause", cli.key())
+    cli.park(call=json.dumps({"headers": {"task": f"{TASK}sync"}}))
+    assert not cli.is_due()
+    ask("resume", cli.key(), ends=0)
+    assert cli.is_due()
+
+
+def test_paused_task_is_paused_for_each_key(cli):
+    """Which workers heed it is said, as far as they answer."""
+    said = ask("pause", f"{TASK}sync", "--because", "release", ends=0).stdout
+    assert said.startswith(f"all calls of {TASK}sync: paused until ")
+    assert "heed it within two seconds" in said
+    told = ask("why", f"{TASK}sync", "8", ends=1).stdout
+    assert re.match(r"No: its task is paused for .* more by .*: release\.", told)
+    cli.park()
+    assert cells()[:2] == [f"{TASK}sync", "paused"]
+    assert ask("why", f"{TASK}named", "8", ends=None).stdout.startswith("Yes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["limit", "several", "2"], "limited to 2 at a time until"),
+        (["limit", "several", "7", "2", "--for", "10m"], "limited to 2 at a time until"),
+        (["rate", "sync", "10/m"], "slowed to 10 in 60 s until"),
+        (["rate", "paced", "7", "1/h"], "slowed to 1 in 3600 s until"),
+    ],
+)
+def test_limit_and_rate_end_when_ones_own_count_again(cli, arguments, said):
+    """What has changed is said in words."""
+    verb, task, *rest = arguments
+    assert said in ask(verb, TASK + task, *rest, ends=0).stdout
+    of_call = rest[:1] if len(rest) > 1 and rest[1] != "--for" else []
+    assert (
+        f"no longer {said.removesuffix(' until')}" in ask(verb, TASK + task, *of_call, "own", ends=0).stdout
+    )
+    assert ask_json("terms") == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["limit", "sync", "2"], "has limit=1: no two of its calls may run at a time"),
+        (["limit", "joining", "2"], "has limit=1"),
+        (["rate", "sync", "ten"], "must be text such as '10/m'"),
+        (["limit", "several", "101"], "limit"),
+        (["pause", "sync", "--for", "2y"], "2y"),
+        (["pause", "nosuch"], "The app has no task"),
+        (["resume", "sync"], f"Nothing has changed: all calls of {TASK}sync is not paused"),
+        (["rate", "sync", "7", "own"], "has no live rate"),
+    ],
+)
+def test_terms_that_cannot_be_are_refused(cli, arguments, why):
+    """And nothing is written."""
+    verb, task, *rest = arguments
+    result = ask(verb, TASK + task, *rest)
+    assert result.exit_code
+    assert why in result.output
+    assert ask_json("terms") == []
+
+
+def test_doctor_names_what_was_forgotten(cli):
+    """A limit that somebody has set two days ago, for a month."""
+    ask("limit", f"{TASK}several", "2", "--for", "30d")
+    assert "Live terms: 1; the oldest: " in ask("doctor").output
+    (scope, text), *_ = cli.locks.hgetall("t:terms").items()
+    cli.locks.hset(
+        "t:terms", scope, re.sub(r'"since":\d+', lambda m: f'"since":{time.time() - 180_000:.0f}', text)
+    )
+    told = ask("doctor").output
+    assert re.search(r"warning  terms: Live terms: 1; the oldest: .*several is limited to 2 at a time", told)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from celery_setnx.run.decide import RULES, Ask, End, Facts, Policy, decide
+from celery_setnx.run.decide import RULES, Ask, End, Facts, Place, Policy, decide
 from tests.docs.pages import sections, text_of
 
 
@@ -54,7 +54,7 @@ ANSWERS: dict[Ask, list[dict[str, Any]]] = {
     Ask.MARK: [{"is_queued": False}, {"is_queued": True}],
     Ask.ANNOUNCE: [{"announced": True}],
     Ask.ASK_LINE: [{"may_stand": False}, {"may_stand": True}],
-    Ask.PARK: [{"place": word} for word in ("stale", "taken", "turn", "waits")],
+    Ask.PARK: [{"place": word} for word in get_args(Place)],
     Ask.ASK_DONE: [{"is_done": False}, {"is_done": True}],
     Ask.BEGIN: [{"begun": True}],
 }
@@ -93,7 +93,11 @@ ENDS: dict[End, Callable[[Facts], Any]] = {
     End.RUN_UNGUARDED: lambda f: f.answer == "unguarded",
     End.END_AS_JOINED: lambda f: f.joined and not f.is_done,
     End.END_AS_STORED: lambda f: f.ended == "stored",
-    End.SKIP: lambda f: (is_refused_for_good(f) and f.policy == "skip") or (has_met(f) and f.is_queued),
+    End.SKIP: lambda f: (
+        (is_refused_for_good(f) and f.policy == "skip")
+        or (has_met(f) and f.is_queued)
+        or (may_wait(f) and f.place == "crowded")
+    ),
     End.SKIP_DONE: lambda f: f.is_done,
     End.SKIP_SUPERSEDED: lambda f: is_superseded(f) and not f.looks_again,
     End.CALL: lambda f: may_choose(f) and f.policy == "callable",

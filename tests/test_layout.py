@@ -20,7 +20,7 @@ ORDER = [
     {"call"},
     {"run"},
     {"request", "task", "beat"},
-    {"doctor", "byhand"},
+    {"doctor", "byhand", "terms"},
     {"cli", "metrics", "testing", "django"},
     {"pytest_plugin"},
     {"__init__"},
@@ -125,7 +125,7 @@ def test_every_module_says_what_it_is_for_and_asserts_nothing():
 SCRIPTS = {path.stem: path.read_text() for path in (PACKAGE / "lock" / "lua").glob("*.lua")}
 IN_FRONT = (
     *("lock", "store", "grant", "permits", "line", "ticket", "pace", "start", "claim", "hand", "duplicate"),
-    *("newest", "supersede"),
+    *("newest", "supersede", "terms", "change"),
 )
 
 
@@ -134,7 +134,7 @@ def test_one_verb_per_lua_file():
     assert set(SCRIPTS) - set(IN_FRONT) == {
         *("acquire", "renew", "release", "hold", "free", "look", "mark", "if_same", "forget"),
         *("park", "leave", "serve", "due", "sweep", "settle", "tick", "recall", "age"),
-        *("reserve", "replace", "drop"),
+        *("reserve", "replace", "drop", "change_terms", "hold_back", "rouse"),
     }
     for name in set(SCRIPTS) - set(IN_FRONT):
         assert all(word in SCRIPTS[name] for word in ("-- KEYS", "-- ARGV", "-- Returns")), name

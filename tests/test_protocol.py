@@ -24,6 +24,7 @@ from celery_setnx import Holder, LockLost, LockRefused, SetnxLock, SingletonTask
 from celery_setnx.beat import _recall
 from celery_setnx.lock import names
 from celery_setnx.lock.line import LineEntry, note_lines, successor_of
+from celery_setnx.lock.live import NewTerm, change_key_terms, change_task_terms
 from celery_setnx.lock.newest import AT_ONCE, Wanted, reserve_all
 from celery_setnx.lock.receipt import write_receipt
 from celery_setnx.lock.takeover import TakeOver, note_take_over
@@ -188,6 +189,8 @@ def test_every_key_is_in_the_table_and_the_table_has_no_other(stage, parked, loc
     write_receipt(locks, names.receipt_name("t", "proj.sync", "5f1c0a", "", 0), 60)
     note_lines(locks, "t", "memory://")
     reserve_all(locks, [Wanted(name, "5f1c0a", "")], debounce=AT_ONCE, lease=60, remember=60)
+    change_key_terms(locks, name, NewTerm("pause", 60.0))
+    change_task_terms(locks, "t", "proj.sync", NewTerm("pause", 60.0))
     _recall(locks, entries="t:{celery.beat:proj}:entries", seen=[("nightly", 0)])
 
     found = {key: locks.type(key) for key in locks.scan_iter()}
@@ -324,7 +327,7 @@ def test_states_of_the_page_are_those_of_the_code():
     """Those of a holder whose record is ours, and those of a lock that was released."""
     (text,) = re.findall(r"state: (.*?)since:", Holder.__doc__ or "", re.DOTALL)
     cells = " ".join(row[0] for row in table(PROTOCOL, "state", "the lock is"))
-    held = set(re.findall(r"`(\w+)`", text)) - {"foreign", "paced"}
+    held = set(re.findall(r"`(\w+)`", text)) - {"foreign", "paced", "paused"}
     assert set(re.findall(r"`(\w+)`", cells)) == held | {"released", "repaired", "gone"}
 
 

@@ -45,6 +45,7 @@ from celery_setnx.testing import (
     hold,
     locks_on,
     pass_time,
+    paused,
     singleton_disabled,
 )
 from tests.harness import is_parked, lock_keys, wait_until
@@ -942,3 +943,32 @@ def test_kit_reaches_workers_in_other_processes(tasks):
         pass_time(600, held)
         assert tasks.work.delay("a").get(timeout=60) == "a"
     assert_released(tasks.app, within=20)
+
+
+# Live terms
+
+
+def test_paused_key_keeps_its_calls_out_until_the_pause_is_over(app, locks):
+    """And no other key; time that passes ends it."""
+    task = task_of(app, key="name")
+    with guarded(app), paused(task, "a"):
+        assert is_skipped(task.apply(["a"]).get())
+        assert not is_skipped(task.apply(["b"]).get())
+        pass_time(86_400, task, "a")
+        assert not is_skipped(task.apply(["a"]).get())
+    assert_released(app)
+
+
+def test_paused_task_keeps_all_its_calls_out(app, locks):
+    """Until it is resumed."""
+    task = task_of(app, key="name")
+    with guarded(app):
+        with paused(task):
+            assert is_skipped(task.apply(["a"]).get())
+            pass_time(600, app)
+            assert is_skipped(task.apply(["b"]).get())
+            pass_time(86_400, app)
+            assert not is_skipped(task.apply(["b"]).get())
+        with paused(task):
+            assert is_skipped(task.apply(["c"]).get())
+        assert not is_skipped(task.apply(["c"]).get())

@@ -88,7 +88,7 @@ def test_what_is_not_printable_is_escaped(text, shown):
 )
 def test_lock_is_held_by_somebody_or_back_by_its_pace(limit, paced, words):
     """By one, by as many as may, or by nobody."""
-    assert held("k", "h", limit, paced=paced) == words
+    assert held("k", "h", limit, back=paced) == words
 
 
 def test_words_of_an_error_are_quoted_with_one_full_stop_or_none():

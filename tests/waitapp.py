@@ -177,6 +177,26 @@ tardy = variant(plainly, "tardy", acks_late=True, reject_on_worker_lost=True, si
 resting = variant(plainly, "resting", singleton={**WAITS, "at_least_for": 0.5})
 decided = variant(plainly, "decided", singleton={**WAITS, "on_conflict": wait_twice})
 pending = variant(plainly, "pending", singleton=PENDING)  # one running and one pending, and no other option
+daily = variant(plainly, "daily", singleton={"key": "name", "lease": 600})  # `auto`, which would skip
+stopped = variant(
+    plainly, "stopped", singleton=WAITS
+)  # which tests pause as a whole, and use for nothing else
+
+
+@app.task(base=SingletonTask, bind=True, singleton=WAITS)
+def answered(self: Any, name: str, gate: str = "", seconds: float = 0) -> float:
+    """A partner says "not now" to the first, for so many seconds."""
+    body(gate)
+    return self.lock.hold_back(seconds, "429 from the partner") if seconds else 0.0
+
+
+@app.task(base=SingletonTask, bind=True, max_retries=1, singleton={**WAITS, "on_conflict": "skip"})
+def persistent(self: Any, name: str, gate: str = "") -> int:
+    """Retries itself once; others of its key are skipped."""
+    body(gate)
+    if self.request.retries == 0:
+        raise self.retry(countdown=0)
+    return int(self.request.retries)
 
 
 @app.task(base=SingletonTask, bind=True, singleton={**WAITS, "hold_on_retry": True})

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from celery.app.task import Context
 
+from celery_setnx.call.guard import guard_of
+from celery_setnx.call.live import known_live_terms
 from celery_setnx.call.message import Call
 from celery_setnx.call.queues import origin_here
 
@@ -29,6 +31,7 @@ class Delivery(NamedTuple):
     queue: str  # where the message came from; empty if that is not known
     is_fanout: bool  # whether that queue gets copies of what other queues get too
     has_events: bool  # whether this worker sends task events
+    live: str = ""  # the live terms of the call's task, as its worker knows them
 
     @classmethod
     def receive(cls, request: Request, call: Call, *, takes_lock: bool = True) -> Delivery:
@@ -36,7 +39,8 @@ class Delivery(NamedTuple):
         eventer = request.eventer  # at work for the worker's heartbeat in any case
         has_events = bool(eventer and eventer.enabled and (not eventer.groups or "task" in eventer.groups))
         nonce = os.urandom(6).hex() if takes_lock else ""
-        delivery = cls(call, nonce, request.content_type, *origin_here(), has_events)
+        live = _live_terms(request, call) if takes_lock else ""
+        delivery = cls(call, nonce, request.content_type, *origin_here(), has_events, live)
         properties = request._request_dict.get("properties") or {}
         request._request_dict["properties"] = {**properties, DELIVERY: delivery}
         if call.route is not None:  # its body sees by which it first came
@@ -48,3 +52,10 @@ class Delivery(NamedTuple):
         """The delivery that the task runs for. None if the task runs eagerly, or its worker noted none."""
         found = (request.properties or {}).get(DELIVERY)
         return found if isinstance(found, cls) else None
+
+
+def _live_terms(request: Request, call: Call) -> str:
+    """Those of the scope of the call's lock; as a rule there are none at all."""
+    known = known_live_terms(request.app)
+    guard = guard_of(request.task) if known else None
+    return known.get(guard.scope_at(guard.fitting(call)), "") if guard else ""

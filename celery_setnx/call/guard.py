@@ -17,6 +17,7 @@ from kombu.serialization import dumps
 from kombu.utils import json
 
 from celery_setnx.arguments import Arguments, pass_on_time_limit
+from celery_setnx.call.live import live_terms_at
 from celery_setnx.call.message import REPLACED, Call, has_random_id
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
@@ -205,6 +206,10 @@ class Guard:
         """The scope of a call's lock."""
         return self.options_of(call).scope or self.task
 
+    def scope_at(self, call: Call) -> str:
+        """The scope of the lock of a call that has come: by its key, if its message names that."""
+        return scope_and_digest(call.key)[0] if call.key else self.scope_of(call.options)
+
     def options_of(self, call: Mapping[str, Any]) -> Options:
         """The options of one call."""
         if not call:
@@ -273,6 +278,7 @@ class Guard:
             line=True,
             limit=options.limit,
             rate=options.rate,
+            live=live_terms_at(self.app, key),
         )
 
 

@@ -25,7 +25,7 @@ from celery_setnx.call.guard import Guard, is_singleton
 from celery_setnx.call.later import is_published_at_once
 from celery_setnx.call.marking import Found, Marking, mark_lease_s, marking_of, refuse_times
 from celery_setnx.call.message import Call, RunningCall, attempt_of, id_of
-from celery_setnx.call.switches import DISABLED
+from celery_setnx.call.switches import runs_plainly
 from celery_setnx.exceptions import (
     DuplicateTask,
     OptionError,
@@ -257,7 +257,7 @@ def _settled(guard: Guard, told: Call, call: Mapping[str, Any] | None, options: 
 
 def may_be_duplicate(app: Celery, options: Mapping[str, Any]) -> bool:
     """True if nobody waits for this call, which was given no task id: it may be dropped for its like."""
-    if app.conf.task_always_eager or DISABLED.is_on(app):
+    if app.conf.task_always_eager or runs_plainly(app):
         return False
     return not any(options.get(name) for name in AWAITED)
 

@@ -1,10 +1,14 @@
-"""What a test may switch on for an app: guarded eager calls, or no guard at all. See `testing`."""
+"""What may be switched for an app: guarded eager calls, or no guard at all."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from celery import Celery
+
+from celery_setnx.options import settings_of
 
 
 class Switch:
@@ -31,4 +35,9 @@ EAGER_GUARDED = Switch()
 """Eager calls and `.apply()` take their locks."""
 
 DISABLED = Switch()
-"""Nothing is guarded, nothing deduplicated."""
+"""Nothing is guarded, nothing deduplicated, and no server is asked."""
+
+
+def runs_plainly(app: Celery) -> bool:
+    """Whether nothing is guarded or deduplicated: a test says so, or `setnx_enabled`."""
+    return DISABLED.is_on(app) or not settings_of(app).enabled

@@ -22,6 +22,7 @@ from celery_setnx.call.back import Message, call_and_broker
 from celery_setnx.call.broker import broker_of
 from celery_setnx.call.ended import free_ended
 from celery_setnx.call.guard import Guard, guard_of
+from celery_setnx.call.live import live_terms_at
 from celery_setnx.call.message import Call
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
@@ -194,7 +195,7 @@ def let_the_line_go_on(
     result backend, and to wake after a take-over, as receivers of its signal hear of it first.
     """
     guard = known_guard(app, task)
-    serve = _service_of(guard, key, client)
+    serve = _service_of(app, guard, key, client)
     for _ in range(MOST_PERMITS):
         served = serve()
         holder = served.holder
@@ -217,12 +218,13 @@ def let_the_line_go_on(
     return served
 
 
-def _service_of(guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., ServeReply]:
+def _service_of(app: Celery, guard: Guard | None, key: str, client: redis.Redis) -> Callable[..., ServeReply]:
     """What serves the line of a lock, on the terms of its task if that is known here."""
+    live = live_terms_at(app, key)
     if guard is None:
-        return partial(serve, SetnxLock(client, key, lease=HAND_OVER_S, line=True))
-    options = guard.options
-    lock = SetnxLock(client, key, lease=options.lease, line=True, limit=options.limit, rate=options.rate)
+        return partial(serve, SetnxLock(client, key, lease=HAND_OVER_S, line=True, live=live))
+    of = guard.options
+    lock = SetnxLock(client, key, lease=of.lease, line=True, limit=of.limit, rate=of.rate, live=live)
     return partial(serve, lock, knows_terms=True)
 
 
@@ -230,7 +232,10 @@ def place_of(app: Celery, call: Call, remember: float) -> LineEntry:
     """A call's place in the line; if its task is known here, with its terms and lease."""
     guard = known_guard(app, call.task)
     place = call.place(remember)
-    return place if guard is None else replace(place, terms=guard.options.terms, lease=guard.options.lease)
+    if guard is None:
+        return place
+    terms = guard.options.terms._replace(live=live_terms_at(app, call.key))
+    return replace(place, terms=terms, lease=guard.options.lease)
 
 
 def lines_of(app: Celery) -> str:
@@ -337,14 +342,14 @@ def _report_taken_over(app: Celery, heir: Heir, dead: Holder, key: str) -> None:
 def _take_back(app: Celery, heir: Heir, task: str, key: str) -> None:
     """Free a lock again that was handed to one whose call was not sent: it has its place again."""
     with suppress(SetnxError):  # else that is over when the hand-over is
-        _service_of(known_guard(app, task), key, client_for(app))(unsent=heir.task_id)
+        _service_of(app, known_guard(app, task), key, client_for(app))(unsent=heir.task_id)
     look_within(app, task, key, _UNSENT_S)
 
 
 def _next_after(app: Celery, heir: Heir, key: str) -> Heir | None:
     """Who is to be woken in the place of one that cannot be sent."""
     try:
-        return _service_of(None, key, client_for(app))(away=heir.task_id).heir
+        return _service_of(app, None, key, client_for(app))(away=heir.task_id).heir
     except SetnxError as error:
         logger.warning("%s is handed on when its time is over: %s", key, error, extra=fields(key=key))
         return None

@@ -275,6 +275,87 @@ def release(ctx: click.Context, /, target: str | None, task: str | None, **given
             byhand.release_lock(app, sighting, yes=yes, force=force, instead=instead)
 
 
+def _for_a_while(function: Any) -> Any:
+    """The options of what ends by itself."""
+    why = click.option("--because", metavar="TEXT", help="Why, for whoever asks.")
+    until = click.option(
+        "--for", "for_s", type=_Duration(), metavar="2h", help="When it ends. Defaults to 1d."
+    )
+    return until(why(function))
+
+
+def _change(ctx: click.Context, name: Any, value: str, given: dict[str, Any]) -> None:
+    from celery_setnx.cli.asked import loaded
+    from celery_setnx.cli.terms import change, whose_of
+
+    for_s, because = given.pop("for_s", None), given.pop("because", None)
+    app = loaded(ctx.obj.app)
+    change(app, whose_of(app, **given), name, value, for_s=for_s, because=because)
+
+
+@setnx.command()
+@click.argument("target", metavar="KEY|TASK")
+@_of_call
+@_for_a_while
+@click.pass_context
+def pause(ctx: click.Context, /, **given: Any) -> None:
+    """Let no call start for a while: of a task, or of one key.
+
+    Nothing that runs is stopped. Calls do what their `on_conflict` says; those that wait run afterwards.
+
+    Give a TASK for all its calls; its ARGS, or a KEY, for one key.
+    """
+    _change(ctx, "pause", "-", given)
+
+
+@setnx.command()
+@click.argument("target", metavar="KEY|TASK")
+@_of_call
+@click.pass_context
+def resume(ctx: click.Context, /, **given: Any) -> None:
+    """End a pause: calls that wait go on within two seconds."""
+    _change(ctx, "pause", "own", given)
+
+
+@setnx.command()
+@click.argument("target", metavar="KEY|TASK")
+@_of_call
+@click.argument("value", metavar="NUMBER|own")
+@_for_a_while
+@click.pass_context
+def limit(ctx: click.Context, /, value: str, **given: Any) -> None:
+    """Change for a while how many calls of a key may run at a time.
+
+    `own` ends that: the task's own limit counts again.
+    """
+    _change(ctx, "limit", value, given)
+
+
+@setnx.command()
+@click.argument("target", metavar="KEY|TASK")
+@_of_call
+@click.argument("value", metavar="10/m|own")
+@_for_a_while
+@click.pass_context
+def rate(ctx: click.Context, /, value: str, **given: Any) -> None:
+    """Change for a while how many calls of a key may start in a period.
+
+    `own` ends that: the task's own rate counts again, if it has one.
+    """
+    _change(ctx, "rate", value, given)
+
+
+@setnx.command()
+@_as_json
+@click.pass_context
+def terms(ctx: click.Context, as_json: bool) -> None:
+    """List what was paused, limited or slowed down by hand, until when, by whom and why."""
+    from celery_setnx.cli.asked import loaded
+    from celery_setnx.cli.terms import listed
+
+    listed(loaded(ctx.obj.app), as_json=as_json)
+
+
 @setnx.command()
 @click.option("--task", metavar="NAME", help="Only locks of this task.")
 @click.option(

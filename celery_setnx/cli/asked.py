@@ -18,6 +18,7 @@ from celery import Celery, Task
 from celery_setnx.address import masked
 from celery_setnx.arguments import Arguments
 from celery_setnx.call.guard import Guard, guard_of
+from celery_setnx.call.live import live_terms_at, read_live_terms
 from celery_setnx.call.marking import debounce_of
 from celery_setnx.connection import client_for, lock_url
 from celery_setnx.exceptions import (
@@ -30,6 +31,7 @@ from celery_setnx.exceptions import (
 )
 from celery_setnx.lock.look import WAITERS, Sighting, look
 from celery_setnx.lock.process import is_surely_dead
+from celery_setnx.lock.record import UNKNOWN
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_without_right, translated
 from celery_setnx.lock.survey import COMMANDS, successes, survey
 from celery_setnx.options import settings_of
@@ -111,12 +113,18 @@ def prefix(app: Celery) -> str:
 def look_at(app: Celery, key: str, guard: Guard | None = None) -> Sighting:
     """What there is of a lock; and what a call of a guard's task would be told of it, if one is given."""
     asked: dict[str, Any] = {"waiters": WAITERS}
+    client = client_for(app)
+    read_live_terms(app, client)
     if guard is not None:
         options = guard.options
-        asked |= {"terms": options.terms, "dedupe": options.asks if options.dedupe else ""}
+        asked |= {
+            "terms": options.terms._replace(live=live_terms_at(app, key)),
+            "dedupe": options.asks if options.dedupe else "",
+        }
         if options.replaces:  # what an equal call is, only a publisher knows
             asked["dedupe"] = debounce_of(options)
-    client = client_for(app)
+    elif live := live_terms_at(app, key):
+        asked["terms"] = UNKNOWN._replace(live=live)
     try:
         seen = look(client, key, **asked)
     except ValueError as error:

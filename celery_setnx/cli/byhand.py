@@ -75,8 +75,8 @@ def release_lock(
         raise NotReleased(not_known if len(shown) == 1 else _NONE_KNOWN.format(shown[0].name))
     which = "it" if len(shown) == 1 else "all of them" if len(chosen) == len(shown) else _listed(chosen)
     _ask(f"Release {which}?", "Not released.", yes=yes)
-    _set_up_logging(app)
-    released, goes_on = release_each(app, chosen, by=_user(), renewed=force)
+    set_up_logging(app)
+    released, goes_on = release_each(app, chosen, by=user(), renewed=force)
     for one in released:
         say(f"Released {one.name}.")
     if released and goes_on:
@@ -160,9 +160,9 @@ def forget_done_call(app: Celery, shown: Sighting, *, yes: bool) -> None:
     say(f"{key}: a call has succeeded, as {shown.done_by}; {counts}.")
     if not _forgotten(app, [shown], yes=yes):
         raise NotReleased(f"Not forgotten: {key} has changed since it was shown. Look again.")
-    _set_up_logging(app)
+    set_up_logging(app)
     text = "%s, done as %s, was forgotten by hand, by %s."
-    logger.warning(text, key, shown.done_by, _user(), extra=fields(task=shown.task, key=key))
+    logger.warning(text, key, shown.done_by, user(), extra=fields(task=shown.task, key=key))
     say(f"Forgot {shown.done_by}.")
 
 
@@ -218,19 +218,20 @@ def _say_who_shares(app: Celery, task: str) -> None:
 
 def _noted(app: Celery, count: int, what: str, of: str, done: str) -> str:
     """Leave a log line of what was freed or forgotten: how many, in words."""
-    _set_up_logging(app)
+    set_up_logging(app)
     were = "was" if count == 1 else "were"
-    logger.warning("%s of %s %s %s by hand, by %s.", many(count, what), of, were, done, _user())
+    logger.warning("%s of %s %s %s by hand, by %s.", many(count, what), of, were, done, user())
     return many(count, what)
 
 
-def _set_up_logging(app: Celery) -> None:
+def set_up_logging(app: Celery) -> None:
     """Have log lines go where the app's go."""
     if not logger.hasHandlers():
         app.log.setup_logging_subsystem(loglevel=logging.WARNING)
 
 
-def _user() -> str:
+def user() -> str:
+    """Who is at the command line."""
     host = socket.gethostname()
     try:
         return f"{getpass.getuser()} on {host}"

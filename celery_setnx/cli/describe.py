@@ -114,7 +114,7 @@ def cells(sighting: Sighting) -> list[str]:
     """A lock as the cells of a table, one for each of `COLUMNS`."""
     state, waiting = _state(sighting), str(sighting.waiting or "-")
     permits = of_permits(sighting, " ")
-    if state == "paced":  # that is in the way, and no holder
+    if state in ("paced", "paused"):  # that is in the way, and no holder
         next_start = f"in {span(_next_start_s(sighting))}"
         return [_title(sighting), f"{state}{permits}", "-", next_start, "-", waiting, "-", "-", sighting.key]
     holder = sighting.holder
@@ -131,9 +131,9 @@ def _title(sighting: Sighting) -> str:
 
 
 def _state(sighting: Sighting) -> str:
-    """The state of a lock in one word: its holder's, unless only its pace keeps calls out."""
-    if sighting.is_paced and not _is_trouble(sighting):
-        return "paced"
+    """The state of a lock in one word: its holder's, unless only its pace or a pause keeps calls out."""
+    if (sighting.is_paced or sighting.is_paused) and not _is_trouble(sighting):
+        return sighting.word
     return sighting.holder.state if sighting.holder else "free"
 
 
@@ -391,6 +391,8 @@ def _as_call(options: Options, sighting: Sighting, call: str = "A call now") -> 
     in_line = _in_line_first(options, sighting)
     if word == "paced":
         return False, _paced(options, sighting, call)
+    if word == "paused":
+        return False, _paused(options, sighting, call)
     if word == "refused":
         record = permit_names(sighting.key, sighting.permit)[1]
         because = f"another program has written {record}: each call fails with LockRefused."
@@ -441,6 +443,25 @@ def _paced(options: Options, sighting: Sighting, call: str) -> list[str]:
         *_in_line_before(options, sighting),
         _on_conflict(options, sighting, call, next_start_s),
     ]
+
+
+def _paused(options: Options, sighting: Sighting, call: str) -> list[str]:
+    """Why a call would not run that could have the lock, or a permit, but for a pause."""
+    pause, left_s = sighting.pause, _next_start_s(sighting)
+    whose, source = "its key" if pause in sighting.live else "its task", pause.source if pause else ""
+    waits_alone = options.on_conflict == "auto" and not options.may_wait
+    return [
+        f"{whose} is paused for {span(left_s)} more{source}.",
+        *_in_line_before(options, sighting),
+        _alone(sighting, call) if waits_alone else _on_conflict(options, sighting, call),
+    ]
+
+
+def _alone(sighting: Sighting, call: str) -> str:
+    """What becomes of a call in a pause that `auto` would skip else."""
+    if sighting.waiting:
+        return f"{call} would be skipped, as another of its key waits (on_conflict='auto')."
+    return f"{call} would wait in line, and others would be skipped (on_conflict='auto')."
 
 
 def _held(options: Options, sighting: Sighting) -> str:

@@ -20,7 +20,7 @@ from celery_setnx.connection import backend_url, new_client
 from celery_setnx.doctor.unread import unread_of_task, unread_settings
 from celery_setnx.exceptions import OptionError, SetnxError
 from celery_setnx.lock.record import Terms
-from celery_setnx.options import Options
+from celery_setnx.options import Options, settings_of
 from celery_setnx.task import SingletonTask, refusals
 from celery_setnx.wording import sentence
 
@@ -135,8 +135,22 @@ def _lock_server_findings(app: Celery) -> Iterator[Finding]:
         yield fail("connection", sentence(error), "Without a lock server no guarded task can run.")
 
 
+def _is_enabled(app: Celery) -> bool:
+    try:
+        return settings_of(app).enabled
+    except OptionError:  # which is found elsewhere
+        return True
+
+
 def _unread_findings(app: Celery) -> Iterator[Finding]:
-    """What nobody reads, and may be meant for us."""
+    """What nobody reads, and may be meant for us; and that nothing is guarded at all."""
+    if not _is_enabled(app):
+        yield warn(
+            "enabled",
+            "setnx_enabled is False: every task runs without its lock, and no call is a duplicate.",
+            "Calls that wait in line still have their turns.",
+            "To guard them again, remove the setting and restart the workers.",
+        )
     for written, do in unread_settings(app):
         yield warn("unread", f"The setting {written} has no effect.", do=do)
     for task in _tasks(app):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import time
@@ -34,6 +35,8 @@ from celery_setnx.doctor.broker import courier_findings
 from celery_setnx.doctor.holes import open_holes
 from celery_setnx.doctor.trial import TRIAL, trial_name, try_lock
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable, OptionError
+from celery_setnx.lock.live import LiveTerm, live_terms_of, live_terms_of_tasks
+from celery_setnx.lock.lock import DAY_S
 from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.scripts import REDIS_ERRORS, is_cluster, translated
 from celery_setnx.lock.survey import BATCH, BEAT, survey
@@ -381,7 +384,9 @@ def _redeliveries(app: Celery) -> Iterator[Finding]:
 
 def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
     """What is in Redis, and should perhaps not be there any more."""
-    held = waiting = paced = marks = 0
+    held = waiting = paced = paused = marks = 0
+    texts = live_terms_of_tasks(client, own.prefix)
+    terms = [(scope, term) for scope, text in texts.items() for term in live_terms_of(text, time.time())]
     dead: list[Sighting] = []
     old: list[Sighting] = []
     lapses_s = 0.0
@@ -389,7 +394,9 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
         if seen.scope == TRIAL:  # another's, that runs now, or was killed
             continue
         waiting += seen.waiting
+        terms += [(seen.key, term) for term in seen.live]
         paced += seen.waiting if seen.is_paced else 0
+        paused += seen.waiting if seen.is_paused else 0
         if seen.queued is not None:
             marks, lapses_s = marks + 1, max(lapses_s, seen.queued_for_s or 0.0)
         held += len(seen.living)
@@ -402,20 +409,17 @@ def _leftovers(client: Any, own: Settings) -> Iterator[Finding]:
                 dead.append(one)
             elif _is_old(one):
                 old.append(one)
-    for_pace = f", {paced} of them for their pace" if paced else ""
-    yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}{for_pace}.")
+    whys = [(paced, "for their pace"), (paused, "in a pause")]
+    why = "".join(f", {count} of them {why}" for count, why in whys if count)
+    yield ok("locks", f"Locks held: {held}; calls that wait in line: {waiting}{why}.")
     if dead:
-        oldest = min(dead, key=lambda seen: seen.remaining_s or 0.0)
-        yield warn(
-            "locks",
-            f"Locks that expired unreleased: {len(dead)}; the first was {oldest.name} of {oldest.holder}.",
-            "Their holders died. They block no call: the next call of such a key takes over the lock.",
-            "See `celery setnx list --stale`, and look in the workers' logs for the reason.",
-        )
+        yield _dead(dead)
     if old:
         yield _old(old)
     if marks:
         yield _marks(marks, lapses_s)
+    if terms:
+        yield _live_terms(terms)
 
 
 def _foreign(one: Sighting, seen: Sighting) -> Finding:
@@ -425,6 +429,17 @@ def _foreign(one: Sighting, seen: Sighting) -> Finding:
         f"{one.name} is held by {one.holder}.",
         f"No call {'gets this permit' if seen.has_several else 'with this key runs'} until it is deleted.",
         f"If nobody needs it: celery setnx release --force {shlex.quote(one.name)}",
+    )
+
+
+def _dead(dead: list[Sighting]) -> Finding:
+    """Locks whose holders have died."""
+    oldest = min(dead, key=lambda seen: seen.remaining_s or 0.0)
+    return warn(
+        "locks",
+        f"Locks that expired unreleased: {len(dead)}; the first was {oldest.name} of {oldest.holder}.",
+        "Their holders died. They block no call: the next call of such a key takes over the lock.",
+        "See `celery setnx list --stale`, and look in the workers' logs for the reason.",
     )
 
 
@@ -446,6 +461,18 @@ def _old(old: list[Sighting]) -> Finding:
         "A task that hangs keeps its lock, because its process is alive and renews it.",
         "See `celery setnx list --older 1h`, and give the task a time_limit. To stop one that hangs: "
         f"celery -A APP control terminate KILL {shlex.quote(task_id or 'ID')}",
+    )
+
+
+def _live_terms(terms: list[tuple[str, LiveTerm]]) -> Finding:
+    """What was said by hand, and may be forgotten."""
+    whose, oldest = min(terms, key=lambda each: each[1].since or math.inf)
+    is_old = 0 < oldest.since < time.time() - DAY_S
+    return (warn if is_old else note)(
+        "terms",
+        f"Live terms: {len(terms)}; the oldest: {whose} is {oldest.told()}",
+        "They count above the tasks' own options." + (" It was set more than a day ago." if is_old else ""),
+        "See `celery setnx terms`. To end one: `resume`, `limit ... own` or `rate ... own`.",
     )
 
 

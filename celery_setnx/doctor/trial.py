@@ -10,7 +10,7 @@ from typing import Any
 import redis
 from celery import bootsteps
 
-from celery_setnx.call.switches import DISABLED
+from celery_setnx.call.switches import DISABLED, runs_plainly
 from celery_setnx.connection import client_for
 from celery_setnx.doctor.app import findings_at_start
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
@@ -76,6 +76,8 @@ class LockServerCheck(bootsteps.StartStopStep):  # type: ignore[misc]
                 guard.check_backend(guard.options)
         for found in findings_at_start(app):
             logger.warning("%s", " ".join(filter(None, (found.what, found.why, found.do))))
+        if runs_plainly(app):
+            return
         client = client_for(app)
         try:
             try_lock(client, trial_name(settings_of(app).prefix))

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from celery_setnx.exceptions import LockLost, LockRefused, LockUnavailable
+from celery_setnx.lock.live import hold_back
 from celery_setnx.lock.names import starts_name
 from celery_setnx.lock.record import US, task_of
 from celery_setnx.lock.scripts import reply_to
@@ -19,6 +20,7 @@ from celery_setnx.log import Log, fields
 
 logger = Log("celery_setnx")
 _permit_of = attrgetter("_permit")
+_DAY_S = 86_400.0
 _TURN_S = 0.001  # in which another thread of the process gets the interpreter's lock
 
 
@@ -114,7 +116,7 @@ class HeldLock:
 
     def take_start_back(self) -> None:
         """Have the acquisition count as no start, because nothing has begun under it."""
-        if self._lock.terms.starts:
+        if self._lock.terms.starts or self._lock.terms.live:
             start = f"{self._since_us}#{self.permit}#{self.fence}"
             reply_to(self.client, "ZREM", starts_name(self.key), start)
 
@@ -132,6 +134,33 @@ class HeldLock:
             LockRefused: Redis refuses the command.
         """
         return self._end(partial(hold, self._permit, lease_s=lease), "held_for_retry")
+
+    def hold_back(self, seconds: float, because: str = "") -> float:
+        """Let no call of this key start for a while: the resource says "not now", as with a 429.
+
+        The running body goes on. Calls do what their `on_conflict` says. A pause that ends later stays as it
+        is; `celery setnx resume` ends either.
+
+        Args:
+            seconds: Seconds from now; a day at most.
+            because: Why, for whoever asks what is in the way. Defaults to nothing.
+
+        Returns:
+            Seconds for which no call of the key starts.
+
+        Raises:
+            ValueError: The seconds are not positive, or more than a day.
+            LockLost: The lock is no longer ours, and nothing was changed.
+            LockUnavailable: Redis did not answer.
+            LockRefused: Redis refuses the command.
+        """
+        if not 0 < seconds <= _DAY_S:
+            raise ValueError(f"hold_back takes more than 0 seconds and at most a day, not {seconds!r}")
+        told = {"because": because, "since": round(self.server_time(), 3)}
+        word, lasts_s = hold_back(self._permit, for_s=seconds, told=told)
+        if word == "lost":
+            raise LockLost(self.key, "it is another's, or its lease has ended: it can hold nobody back")
+        return lasts_s
 
     def _end(self, ask: Callable[[], EndReply], word: Released) -> Released:
         """Have the server end it; the word of its reply, or this one if only an earlier reply was lost."""

@@ -30,6 +30,7 @@ from celery_setnx.lock.names import (
     record_name,
     starts_name,
     successor_name,
+    terms_name,
     ticket_name,
 )
 from celery_setnx.lock.record import ENDED, ORIGINAL, PLAIN, US, Holder, Terms, Turn, holder_of, turn_of
@@ -46,7 +47,7 @@ from celery_setnx.lock.scripts import (
 from celery_setnx.lock.verbs import HAND_OVER_S, HAND_OVER_US
 
 PARK, LEAVE = PermitScript("park"), PermitScript("leave")
-DUE, SWEEP, SETTLE = Script("due"), Script("sweep"), Script("settle")
+DUE, SWEEP, SETTLE, ROUSE = Script("due"), Script("sweep"), Script("settle"), Script("rouse")
 
 _TICKET = re.compile(r"(\d+)\|(.*)\|(\d+)", re.DOTALL)
 _WAITS = re.compile(r"\d+\|\d+\|(.*)", re.DOTALL)  # with a + behind the first number a wake-up is on its way
@@ -81,6 +82,7 @@ class LineEntry:
         shared: Whether others may have that task id, and be told from it. Defaults to False.
         terms: On which terms calls have the lock. Defaults to None: they are not known here.
         lease: Seconds of a lease of the lock. Defaults to 10.
+        alone: Whether it waits only where no other does. Defaults to False.
         generation: That of the call, if an older one is to make way for it. Defaults to 0: none is.
     """
 
@@ -93,6 +95,7 @@ class LineEntry:
     terms: Terms | None = None
     lease: float = HAND_OVER_S
     generation: int = 0
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,8 @@ class ParkReply:
     Attributes:
         state: `parked` (it waited already), `new` (it waits from now on, though this message may have started
             it), `handed` (the lock is kept for it, and it has been woken), `stale` (another message of it
-            has started), `taken` (another call with its task id waits) or `superseded` (a newer call runs
-            instead).
+            has started), `taken` (another call with its task id waits), `crowded` (another call waits) or
+            `superseded` (a newer call runs instead).
         place: Its place in the line; the first is 1. 0 if it is not in the line.
         holder: Who has the lock; None if it is free, or its deadline has passed.
         server_time: The server's clock (Unix seconds).
@@ -125,8 +128,15 @@ def park(client: redis.Redis, place: LineEntry, *, copy: str = "", since: float,
     server's) is its place, and `call` what it is woken with.
     """
     waiter = (place.task_id, place.attempt, copy, round(since * 1e6), call)
-    argv = (*waiter, _remember_ms(place), place.terms or 0, int(place.shared), place.generation)
-    keys, limit = (*_keys(place), newest_name(place.key)), (place.terms or PLAIN).limit
+    argv = (
+        *waiter,
+        _remember_ms(place),
+        place.terms or 0,
+        int(place.shared),
+        place.generation,
+        int(place.alone),
+    )
+    keys, limit = (*_keys(place), newest_name(place.key), terms_name(place.key)), (place.terms or PLAIN).limit
     word, now_us, value, record, rank, older = PARK.of(client, place.key, keys, limit, *argv)
     now, holder = int(now_us) / 1e6, holder_of(value, record)
     return ParkReply(word, int(rank), None if holder and holder.has_ended(now) else holder, now, older)
@@ -155,7 +165,7 @@ def leave(client: redis.Redis, place: LineEntry, *, copy: str, stays: int = 0) -
     lease_us = round(place.lease * US)
     argv: tuple[Any, ...] = (place.task_id, place.attempt, copy, _remember_ms(place), int(place.shared))
     argv += (token, min(HAND_OVER_US, lease_us), place.terms or 0, lease_us if stays else "")
-    keys = (*_keys(place), starts_name(place.key))
+    keys = (*_keys(place), starts_name(place.key), terms_name(place.key))
     word, *rest = LEAVE.of(client, place.key, keys, (place.terms or PLAIN).limit, *argv)
     if word == "stale":
         return LeaveReply(word, None)
@@ -388,6 +398,15 @@ def unswept(client: redis.Redis, lines: str, claimed: DueLines) -> list[str]:
             entries = reply_to(client, "ZREVRANGEBYSCORE", name, str(until_us), "0", "LIMIT", "0", "10")
             keys.update(lock_and_task_id(_text(entry))[0] for entry in entries)
     return [key for key in sorted(keys) if reply_to(client, "ZCOUNT", line_names(key)[0], "-inf", "+inf")]
+
+
+def rouse(client: redis.Redis, lines: str, tasks: Iterable[str], prefix: str, scope: str) -> None:
+    """lua/rouse.lua: have all lines of a scope be looked at now, where calls of these tasks wait.
+
+    Nothing is raised: each is looked at soon in any case.
+    """
+    named = _in_slots(client, lines, tasks).values()
+    ROUSE.many(client, [(tuple(names), (f"{prefix}:{{{scope}",)) for names, _of in named])
 
 
 def _in_slots(client: Any, lines: str, tasks: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:

@@ -71,6 +71,7 @@ class SetnxLock(NamedLock):
             workers serve the line, and with several permits nobody overtakes it.
         limit: How many may hold it at a time, each with a permit of its own: 1 to 100. Defaults to 1.
         rate: How many may acquire it within how many seconds, as a pair. Defaults to None: any number.
+        live: Live terms that count above limit and rate, as lua/terms.lua has them. Defaults to none.
 
     Attributes:
         terms: Its limit and rate.
@@ -100,6 +101,7 @@ class SetnxLock(NamedLock):
         line: bool = False,
         limit: int = 1,
         rate: tuple[int, float] | None = None,
+        live: str = "",
     ) -> None:
         self.client = client
         self.name = name = str(name)  # as an Enum's member may be one
@@ -111,7 +113,7 @@ class SetnxLock(NamedLock):
         self.clock = clock
         self.mark = mark
         self.limit = limit
-        self.terms = _terms(name, limit, rate)
+        self.terms = _terms(name, limit, rate)._replace(live=live)
         self.wakes = line or mark is not None  # else nobody does to whom the lock would be handed
         self.line = line_names(name) if self.wakes or self.terms != PLAIN else ()
         self._permit = 0  # the one that was acquired last
@@ -160,7 +162,7 @@ class SetnxLock(NamedLock):
             before = self.clock()
             try:
                 reply = verbs.acquire(self, token=token, dead=dead, caller=caller)
-                if reply.word in ("held", "stale", "line", "paced", "superseded"):
+                if reply.word in ("held", "stale", "line", "paced", "paused", "superseded"):
                     outcome = conflict(reply, token, self.terms)
                 else:
                     outcome = self._acquired(reply, token, before)

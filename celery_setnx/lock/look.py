@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from celery_setnx.exceptions import LockRefused, LockUnavailable
+from celery_setnx.lock.live import LiveTerm, live_terms_of, pause_in
 from celery_setnx.lock.names import names_to_look_at, other_permits, scope_and_digest
 from celery_setnx.lock.newest import AT_ONCE, Debounce, Newest, newest_of
 from celery_setnx.lock.process import fate_of
-from celery_setnx.lock.record import PLAIN, US, Holder, Terms, Waiter, holder_of, parse_terms, task_of
+from celery_setnx.lock.record import (
+    PLAIN,
+    UNKNOWN,
+    US,
+    Holder,
+    Terms,
+    Waiter,
+    holder_of,
+    parse_terms,
+    task_of,
+)
 from celery_setnx.lock.scripts import Script, texts_of
 
 WAITERS = 100
 """Of how many of those who wait a look tells at most."""
 
 LOOK = Script("look", raw=True)
-_HEAD, _EACH = 19, 4  # words of its reply: before what it tells of each permit, and of each
+_HEAD, _EACH = 21, 4  # words of its reply: before what it tells of each permit, and of each
 
 
 class Sighting(NamedTuple):
@@ -26,24 +37,25 @@ class Sighting(NamedTuple):
         key: The lock's Redis key.
         server_time: The server's clock (Unix seconds).
         word: What a call would be told: `acquired`, `taken_over` (a holder that has died), `held`, `paced`
-            (its pace allows no start), `line` (it is free for those who wait) or `refused` (the record is
-            another program's).
+            (its pace allows no start), `paused` (live terms allow none), `line` (it is free for those who
+            wait) or `refused` (the record is another program's).
         permit: Number of the permit that it would be told of.
-        next_start: When the next call may start (server time); None if its pace allows it now.
+        next_start: When the next call may start (server time); None if neither pace nor pause is in the way.
         started: How many starts count now, those among them that are about to come: a permit is handed to
             them. Without a pace: how many are noted.
         last_start: When a call has started last (server time); None if that is not known.
         duplicate: Why a call would not be published, if it was asked: `queued`, `running` or `done`.
         original: Id of the task whose duplicate it would be.
-        terms: On which terms newcomers have it; one at a time, as often as you like, if no client that knows
-            of others has used it lately.
-        asked: The terms that a call has by which `word`, `next_start` and `started` are said.
+        terms: On which terms newcomers have it, but for live ones; one at a time, as often as you like, if no
+            client that knows of others has used it lately.
+        asked: The terms that a call has, live ones included: those of `word`, `next_start` and `started`.
         waiting: How many tasks wait in line.
         mark: Id of the task that is queued with this key; None if none is.
         mark_ends_s: Seconds until the mark lapses; None if there is none.
         done: Token of the run that has succeeded and counts for its `dedupe_for`; None if none does.
         done_counts_for_s: Seconds for which it counts still; None if there is none.
         newest: What is known of the newest call, which replaces the others; None if nothing is.
+        live: The live terms of the key.
         waits_s: Seconds for which a call that is published now waits for newer ones, if it was asked.
         permits: How many permits it has, or had before its limit was lowered.
         holders: Who has its permits, or had them until their deadlines, by number.
@@ -69,6 +81,7 @@ class Sighting(NamedTuple):
     done: str | None = None
     done_counts_for_s: float | None = None
     newest: Newest | None = None
+    live: tuple[LiveTerm, ...] = ()
     waits_s: float = 0.0
     permits: int = 1
     holders: tuple[Holder, ...] = ()
@@ -196,13 +209,23 @@ class Sighting(NamedTuple):
 
     @property
     def is_lock(self) -> bool:
-        """True if somebody has it or waits for it, or its pace allows no start; else it is at most marked."""
-        return bool(self.holders) or self.waiting > 0 or self.is_paced
+        """True if somebody has it or waits for it, or live terms or its pace count; else it is a mark."""
+        return bool(self.holders) or self.waiting > 0 or self.is_paced or bool(self.live)
 
     @property
     def is_paced(self) -> bool:
-        """True if a permit is free, and no call may start."""
+        """True if a permit is free, and its pace allows no start."""
         return self.word == "paced"
+
+    @property
+    def is_paused(self) -> bool:
+        """True if a permit is free, and a pause allows no start."""
+        return self.word == "paused"
+
+    @property
+    def pause(self) -> LiveTerm | None:
+        """The pause that lets no call start, of its key or its task; None if none is known here."""
+        return pause_in([*self.live, *live_terms_of(self.asked.live, self.server_time)])
 
     @property
     def queued(self) -> str | None:
@@ -245,8 +268,9 @@ def look(
         LockRefused: Redis refuses a command.
         ValueError: There can be no lock of this name.
     """
-    count = terms.limit if terms else 1
-    (seen,) = look_at_each(client, [(key, count)], terms, dedupe, dead, waiters)
+    count = max(1, terms.limit) if terms else 1
+    asked = terms or UNKNOWN
+    (seen,) = look_at_each(client, [(key, count)], lambda _key: asked, dedupe, dead, waiters)
     if not isinstance(seen, Sighting):
         raise seen
     return seen
@@ -255,7 +279,7 @@ def look(
 def look_at_each(
     client: Any,
     locks: Sequence[tuple[str, int]],
-    terms: Terms | None = None,
+    terms: Callable[[str], Terms],
     dedupe: str | Debounce = "",
     dead: str = "",
     waiters: int = 0,
@@ -265,12 +289,14 @@ def look_at_each(
     One round trip more, if some have more than is said. In the place of a lock that cannot be read, why.
     """
     asks, debounce = ("", dedupe) if isinstance(dedupe, Debounce) else (dedupe, AT_ONCE)
-    argv = (terms or 0, asks, dead, waiters, *debounce.as_argv())
+    told = asks, dead, waiters, *debounce.as_argv()
+    of_each = {key: terms(key) for key, _ in locks}
     found: dict[str, Any] = {}
     counts = dict(locks)
     while counts:
         calls = [
-            ((*names_to_look_at(key), *other_permits(key, count)), argv) for key, count in counts.items()
+            ((*names_to_look_at(key), *other_permits(key, count)), (of_each[key], *told))
+            for key, count in counts.items()
         ]
         replies = LOOK.many(client, calls)
         found.update(zip(counts, replies))
@@ -280,14 +306,15 @@ def look_at_each(
             for key, reply in asked
             if isinstance(reply, list) and reply[0] in ("more", b"more")
         }
-    return [_sighting(key, found[key], terms) for key, _ in locks]
+    return [_sighting(key, found[key], of_each[key].live) for key, _ in locks]
 
 
-def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnavailable | LockRefused:
+def _sighting(key: str, reply: Any, live_of_task: str) -> Sighting | LockUnavailable | LockRefused:
     if not isinstance(reply, list):
         return reply  # type: ignore[no-any-return]
     now_us, word, permit, next_us, duplicate, original, noted, started, *rest = texts_of(reply[:_HEAD])
-    last_us, waiting, mark, mark_ms, done, done_ms, newest, newest_ms, waits_us, count, told = rest
+    last_us, waiting, mark, mark_ms, done, done_ms, newest, newest_ms, *rest = rest
+    live, counting, waits_us, count, told = rest
     end, now, terms = _HEAD + told * _EACH, now_us / US, parse_terms(noted)
     holders = _holders(reply[_HEAD:end])
     return Sighting(
@@ -301,13 +328,14 @@ def _sighting(key: str, reply: Any, asked: Terms | None) -> Sighting | LockUnava
         duplicate=duplicate,
         original=original,
         terms=terms,
-        asked=asked or terms,
+        asked=parse_terms(counting)._replace(live=live_of_task),
         waiting=waiting,
         mark=mark,
         mark_ends_s=max(0, mark_ms) / 1000 if mark is not None else None,
         done=done,
         done_counts_for_s=max(0, done_ms) / 1000 if done is not None else None,
         newest=newest_of(newest, now, max(0, newest_ms) / 1000),
+        live=tuple(live_terms_of(live, now)),
         waits_s=waits_us / US,
         permits=count,
         holders=tuple(holder for holder in holders if holder.raw[0] is not None),

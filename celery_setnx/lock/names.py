@@ -60,6 +60,16 @@ def permits_name(lock_name: str) -> str:
     return f"{tagged(lock_name)}:permits"
 
 
+def terms_name(lock_name: str) -> str:
+    """The name of the live terms of a key, beside its lock, in the same slot."""
+    return f"{tagged(lock_name)}:terms"
+
+
+def live_terms_name(prefix: str) -> str:
+    """The name of the live terms of all tasks, by their scopes. It is in no lock's slot."""
+    return f"{prefix}:terms"
+
+
 def starts_name(lock_name: str) -> str:
     """The name of the set of starts beside a lock whose starts are paced, in the same slot."""
     return f"{tagged(lock_name)}:starts"
@@ -88,7 +98,7 @@ def line_names(lock_name: str) -> tuple[str, str]:
 def names_to_look_at(lock_name: str) -> tuple[str, ...]:
     """The names of a lock and of what stands beside it, as lua/look.lua takes them."""
     tag = tagged(lock_name)
-    beside = ("holder", "line", "permits", "queued", "done", "starts", "newest")
+    beside = ("holder", "line", "permits", "queued", "done", "starts", "newest", "terms")
     return (lock_name, *[f"{tag}:{what}" for what in beside])
 
 

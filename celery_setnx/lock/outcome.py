@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from celery_setnx.lock.held import HeldLock
-from celery_setnx.lock.record import US, Holder, Terms, task_of
+from celery_setnx.lock.live import live_terms_of, pause_in, paused
+from celery_setnx.lock.record import US, Holder, Terms, parse_terms, task_of
 from celery_setnx.lock.verbs import AcquireReply
 
 
@@ -26,6 +27,7 @@ class Outcome(NamedTuple):
         ends_first: The holder with the first deadline; `holder`, if there is one permit only.
         paced: True if a permit is free, or held for this task's retry, and no call may start before
             `remaining_s` is over.
+        paused: True if it is paced because of a pause.
         superseded_by: Id of the newer call that runs instead; None if there is none.
         is_due: True if calls wait in line for a permit that is free: serve the line now.
     """
@@ -41,6 +43,7 @@ class Outcome(NamedTuple):
     stale: bool = False
     ends_first: Holder | None = None
     paced: bool = False
+    paused: bool = False
     is_due: bool = False
     superseded_by: str | None = None
 
@@ -52,9 +55,9 @@ def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
         return Outcome(False, server_time=server_time, superseded_by=reply.mark)
     if reply.word == "stale":
         return Outcome(False, server_time=server_time, mark=reply.mark, stale=True)
-    if reply.word == "paced" and ends_first is None:
-        pace = {"pace": terms.pace}
-        longest = ends_first = Holder("", reply.deadline_us / US, 0, "paced", None, pace)
+    is_paused, is_paced = reply.word == "paused", reply.word in ("paced", "paused")
+    if is_paced and ends_first is None:  # in the mark's place is what it is for
+        longest = ends_first = _held_back(reply, terms)
     task_id = ends_first and ends_first.task_id
     is_own = task_id is not None and task_id == task_of(token)
     remaining_s = (reply.deadline_us - reply.now_us) / US if reply.deadline_us else None
@@ -63,10 +66,19 @@ def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
         False,
         holder=ends_first if is_own else longest or ends_first,
         ends_first=ends_first,
-        paced=reply.word == "paced",
+        paced=is_paced,
+        paused=is_paused,
         remaining_s=0.0 if is_due else remaining_s,
         server_time=server_time,
-        mark=reply.mark,
+        mark=None if is_paced else reply.mark,
         waiters=reply.waiters,
         is_due=is_due,
     )
+
+
+def _held_back(reply: AcquireReply, terms: Terms) -> Holder:
+    """What stands in the place of a holder while no call may start."""
+    told, until = reply.mark or "", reply.deadline_us / US
+    if reply.word == "paced":
+        return Holder("", until, 0, "paced", None, {"pace": parse_terms(told).pace})
+    return paused(pause_in(live_terms_of(f"{told}\n{terms.live}", reply.now_us / US)), until)

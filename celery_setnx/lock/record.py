@@ -38,11 +38,13 @@ class Terms(NamedTuple):
         limit: How many may hold it at a time. Defaults to 1.
         starts: How many may start within a period. Defaults to 0: any number.
         period_s: The period, in seconds.
+        live: The live terms of its task, which count above these; see lua/terms.lua. Defaults to none.
     """
 
     limit: int = 1
     starts: int = 0
     period_s: float = 0.0
+    live: str = ""
 
     @property
     def pace(self) -> str:
@@ -50,10 +52,13 @@ class Terms(NamedTuple):
         return f"{self.starts} in {self.period_s:.12g} s"
 
     def __str__(self) -> str:
-        return f"{self.limit}:{self.starts}/{round(self.period_s * US)}" if self.starts else str(self.limit)
+        own = f"{self.limit}:{self.starts}/{round(self.period_s * US)}" if self.starts else str(self.limit)
+        return f"{own}\n{self.live}" if self.live else own
 
 
 PLAIN = Terms()
+UNKNOWN = Terms(0)
+"""Those of the last caller count."""
 """One at a time, as often as you like."""
 
 
@@ -132,7 +137,8 @@ class Holder:
         fence: The holder's fence; 0 if foreign.
         state: `running`, `resting` or `held_for_retry`; `handed`: kept for the first in line, which has been
             woken; `failed`: its run has failed and is about to release it; `foreign`: another program has set
-            it; or `paced`: nobody has it, and no call may start before the deadline.
+            it; `paced`: nobody has it, and no call may start before the deadline; or `paused`: the same,
+            because an operator or a body has said so.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
         info: Details of the holder: task, about, task_id, worker, host, pid.
         value: The lock's value in Redis.
@@ -213,13 +219,13 @@ class Holder:
     def _description(self) -> str:
         """Who it is, in words."""
         if self.state == "handed":
-            return f"task {self.task_id}, the first in line, which was woken at {_clock(self.since)}"
+            return f"task {self.task_id}, the first in line, which was woken at {clock(self.since)}"
         if self.state == "paced":
-            return f"its pace of {self.info.get('pace')} until {_clock(self.deadline)}"
+            return f"its pace of {self.info.get('pace')} until {clock(self.deadline)}"
+        if self.state == "paused":
+            return f"a pause until {clock(self.deadline)}{_why(self.info)}"
         if self.state == "foreign":
-            until = (
-                f"valid until {_clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
-            )
+            until = f"valid until {clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
             return f"a foreign client (value {self.value!r}, {until})"
         info = self.info
         who = titled(info["task"], self.about) if info.get("task") else f"token {self.token}"
@@ -227,7 +233,7 @@ class Holder:
         where = (
             f" on {info.get('worker') or info.get('host')} (pid {info.get('pid')})" if info.get("pid") else ""
         )
-        return f"{who}{where}, {self.state} since {_clock(self.since)}"
+        return f"{who}{where}, {self.state} since {clock(self.since)}"
 
 
 def holder_of(
@@ -278,7 +284,13 @@ def _info(text: str, token: str) -> dict[str, Any]:
     return info if task_id is None else {"task_id": task_id, **info}
 
 
-def _clock(moment: float | None) -> str:
+def _why(info: Mapping[str, Any]) -> str:
+    by, because = info.get("by"), info.get("because")
+    return (f" by {by}" if by else "") + (f": {because}" if because else "")
+
+
+def clock(moment: float | None) -> str:
+    """A time of the server's clock, for people; `?` if it is not known."""
     if moment is None:
         return "?"
     try:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import redis
 
+from celery_setnx.lock.live import live_terms_of_tasks
 from celery_setnx.lock.look import Sighting, look_at_each
-from celery_setnx.lock.names import permit_names, starts_name
-from celery_setnx.lock.record import US
+from celery_setnx.lock.names import permit_names, scope_and_digest, starts_name
+from celery_setnx.lock.record import UNKNOWN, US, Terms
 from celery_setnx.lock.scripts import reply_to
 from celery_setnx.lock.verbs import IfSame, if_this_is_same
 
@@ -28,11 +30,11 @@ BEAT = "celery.beat:"
 """What the scope of a beat's lead begins with: a lock that is held for as long as the beat lives."""
 
 _GLOB = re.compile(r"([\\*?\[\]^-])")
-_BESIDE = re.compile(r"(.*{.+})(|:queued|:newest|:line|:starts|#([1-9]\d?))", re.DOTALL)
+_BESIDE = re.compile(r"(.*{.+})(|:queued|:newest|:line|:starts|:terms|#([1-9]\d?))", re.DOTALL)
 
 
 def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting]:
-    """Every lock and line under a prefix, and every key whose starts are noted, by key; and every mark.
+    """Every lock, line and mark under a prefix, and every key with noted starts or live terms, by key.
 
     The names are collected first, so one that comes meanwhile may be missing, and one that goes is left out.
     What a release leaves behind for a minute is no lock. Locks that the user has named (`SetnxLock`) are
@@ -43,8 +45,10 @@ def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting
         found = _BESIDE.fullmatch(_text(name))
         if found and (marks or found[2] not in (":queued", ":newest")):
             counts[found[1]] = max(counts.get(found[1], 1), 1 + int(found[3] or 0))
-    for seen in _each(client, sorted(counts.items())):
-        if seen.holders or seen.queued is not None or seen.waiting or seen.last_start is not None:
+    live = live_terms_of_tasks(client, prefix)
+    of_task = partial(_terms_at, live) if live else _unknown
+    for seen in _each(client, sorted(counts.items()), of_task):
+        if seen.is_lock or seen.queued is not None or seen.last_start is not None:
             yield seen
 
 
@@ -73,11 +77,22 @@ def forget_starts(client: redis.Redis, seen: Sighting) -> int:
     return int(reply_to(client, "ZREMRANGEBYSCORE", starts_name(seen.key), "-inf", last_us))
 
 
-def _each(client: Any, locks: Sequence[tuple[str, int]]) -> Iterator[Sighting]:
+def _unknown(_key: str) -> Terms:
+    return UNKNOWN
+
+
+def _terms_at(live: Mapping[str, str], key: str) -> Terms:
+    """The live terms of the task whose lock this is."""
+    return UNKNOWN._replace(live=live.get(scope_and_digest(key)[0], ""))
+
+
+def _each(
+    client: Any, locks: Sequence[tuple[str, int]], terms: Callable[[str], Terms] = _unknown
+) -> Iterator[Sighting]:
     """What there is of each lock, a batch at a time."""
     left = iter(locks)
     while batch := list(islice(left, BATCH)):
-        for seen in look_at_each(client, batch):
+        for seen in look_at_each(client, batch, terms):
             if not isinstance(seen, Sighting):
                 raise seen
             yield seen

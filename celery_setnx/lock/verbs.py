@@ -24,11 +24,13 @@ from celery_setnx.lock.names import (
     permit_names,
     permits_name,
     starts_name,
+    terms_name,
     ticket_name,
 )
 from celery_setnx.lock.record import (
     ORIGINAL,
     PLAIN,
+    UNKNOWN,
     US,
     Heir,
     Holder,
@@ -188,7 +190,7 @@ def acquire(lock: NamedLock, *, token: str, dead: str = "", caller: Caller = ANY
         task_id = task_of(token)
         ticket = ticket_name(name, token if task_id is None else task_id, caller.call_id)
         mark = newest_name(name) if caller.newest.number else lock.mark or mark_name(name)
-        keys += (*lock.line, mark, ticket, permits_name(name))
+        keys += (*lock.line, mark, ticket, permits_name(name), terms_name(name))
     info = told if isinstance(told, str) else _JSON.encode(told) if told else "{}"
     is_plain = terms == PLAIN
     argv: tuple[Any, ...] = (token, lock.lease_us, lock.retention_ms, info, dead)
@@ -251,9 +253,9 @@ def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s
     """lua/release.lua: give a permit back, mark the key again, note a success."""
     lock, number, token = permit
     name, keys, mark_ms, hand_over_us = lock.name, lock.keys_of(number)[:2], 0, ""
-    is_paced = lock.wakes and lock.terms.starts > 0
+    is_paced = lock.wakes and bool(lock.terms.starts or lock.terms.live)
     if lock.line:
-        keys += lock.line
+        keys += (*lock.line, terms_name(name))
         if number or done_for_s or is_paced:  # it may rest for longer than what is known of permits
             keys += (lock.mark or mark_name(name), permits_name(name))
             keys += (done_name(name),) if done_for_s or is_paced else ()
@@ -261,14 +263,15 @@ def release(permit: Permit, *, rest_until_us: int, mark_for_s: float, done_for_s
             keys += (lock.mark,)
         if lock.mark:
             mark_ms = int(mark_for_s * 1000)
-        if lock.wakes and number < lock.limit:  # one beyond the limit, which was lowered, is handed to nobody
+        if lock.wakes:
             hand_over_us = str(min(HAND_OVER_US, lock.lease_us))
     argv: tuple[Any, ...] = (token, rest_until_us, _REMEMBER_RELEASE_MS, mark_ms, hand_over_us)
     argv += (int(done_for_s * 1000),)
+    if number or lock.terms != PLAIN:
+        argv += (lock.terms, number)
     if is_paced:
         others = (permit_names(name, other) for other in range(lock.limit) if other != number)
         keys += (starts_name(name), *chain.from_iterable(others))
-        argv += (lock.terms,)
     reply = RELEASE(lock.client, keys, *argv)
     return _RELEASED if len(reply) == 1 else _ended(reply)
 
@@ -304,10 +307,11 @@ def serve(
     those of the last call count that has asked for it.
     """
     name = lock.name
-    keys = (name, lock.record, *line_names(name), permits_name(name), starts_name(name))
+    keys = (name, lock.record, *line_names(name), permits_name(name), starts_name(name), terms_name(name))
     hand_over_us = min(HAND_OVER_US, lock.lease_us)
     argv: tuple[Any, ...] = (os.urandom(16).hex(), hand_over_us, _REMEMBER_RELEASE_MS, lock.lease_us)
-    argv += (dead, away or unsent, "unsent" if unsent else "", lock.terms if knows_terms else 0)
+    terms = lock.terms if knows_terms else UNKNOWN._replace(live=lock.terms.live)
+    argv += (dead, away or unsent, "unsent" if unsent else "", terms)
     reply = SERVE.of(lock.client, name, keys, lock.limit, *argv)
     word, now, value, record, heir, call, next_us = reply
     now_us = int(now)

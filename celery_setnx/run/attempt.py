@@ -29,7 +29,8 @@ from celery_setnx.call.back import (
 )
 from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.ended import free_ended, stored_end
-from celery_setnx.call.guard import Guard
+from celery_setnx.call.guard import Guard, is_singleton
+from celery_setnx.call.live import learn
 from celery_setnx.call.message import Call, RunningCall, retries_of
 from celery_setnx.call.wake import give_turn, give_turns, look_within, report_take_over
 from celery_setnx.connection import client_for, new_client
@@ -102,6 +103,8 @@ class Attempt:
         self.task, self.guard, self.request = task, guard, request
         delivery = Delivery.of(request)
         self.call = guard.fitting(delivery.call if delivery else Call.of(task.name, vars(request)))
+        if delivery is not None:
+            learn(task.app, guard.scope_at(self.call), delivery.live)
         self.pid = os.getpid()
         if delivery is not None:
             follow(task.app, request.hostname, wanted=delivery.has_events)
@@ -260,6 +263,9 @@ class Attempt:
             facts.answer = "superseded"
         facts.may_have_ended = facts.again or self._may_have_twin()
         facts.is_over = self._is_over(0.0 if self.held is None else _LATE_S)
+        self._waits_alone = outcome.paused and self._may_wait_alone()
+        if self._waits_alone:
+            facts.policy = "wait"
         if facts.answer == "acquired":
             self.acquired_at = self.lock.clock()
             self.keeps_mark = facts.again and outcome.mark == self.call.task_id
@@ -271,6 +277,12 @@ class Attempt:
             facts.is_same = holder.task_id == self.call.task_id
             facts.is_own = is_own(self.call, holder)
             facts.is_held_back = "held_for_retry" in self._others().values()
+
+    def _may_wait_alone(self) -> bool:
+        """Whether it may be the one of its key that waits in a pause, where `auto` would skip all."""
+        would_skip = self.options.on_conflict == "auto" and self.facts.policy == "skip"
+        may_wait = is_singleton(self.task) and not (self.facts.is_eager or self.facts.is_over)
+        return would_skip and may_wait
 
     def _rename(self) -> None:
         """The call with this task id has begun long ago. This is a new one, which has no ticket yet."""
@@ -332,7 +344,7 @@ class Attempt:
         self.facts.may_stand = may_stand_in_line(self.task, self.conflict.call)
 
     def _park(self) -> None:
-        self.facts.place, self._waits = park(self.conflict)
+        self.facts.place, self._waits = park(self.conflict, alone=self._waits_alone)
         self.has_parked = self.has_parked or self.facts.place == "turn"
 
     def _ask_done(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from celery_setnx.lock.record import Holder
 from celery_setnx.log import Log, fields, say_alone
 from celery_setnx.options import UNSET, Options, duration_s
 from celery_setnx.signals import call_deduplicated, call_superseded, lock_conflict
-from celery_setnx.wording import held
+from celery_setnx.wording import HELD_BACK, held
 
 logger = Log("celery_setnx")
 
 _SKIPPED = "skipped"
+_PAUSE_S = 30.0  # after which a retry whose lock is held for it asks again in a pause
+
 _OF_HOLDER = ("task", "task_id", "worker", "state", "fence", "since", "deadline")
 """Fields of the holder that the result of a skipped call has."""
 
@@ -108,8 +111,8 @@ class Conflict:
     @property
     def reason(self) -> str:
         """Who holds the lock, in one clause."""
-        is_own, is_paced = self.holder.task_id == self.call.task_id, self.holder.state == "paced"
-        return held(self.key, self.holder, 1 if is_own else self.options.limit, paced=is_paced)
+        is_own, is_nobody = self.holder.task_id == self.call.task_id, self.holder.state in HELD_BACK
+        return held(self.key, self.holder, 1 if is_own else self.options.limit, back=is_nobody)
 
     def skip(self) -> Any:
         """The `skip_result`; return it as the task's result."""
@@ -173,8 +176,12 @@ class Conflict:
         come_back(self.task, call, self._backoff(), reason)
 
     def wait_for_own(self) -> NoReturn:
-        """Come back until another attempt or delivery of this very call has ended, without a limit."""
-        self._come_back(self._backoff(), own=not self.outcome.paced)
+        """Come back until another attempt or delivery of this very call has ended, without a limit.
+
+        Or until the lock that is held for it may be resumed: a pause may end at any time.
+        """
+        most_s = _PAUSE_S if self.outcome.paused else math.inf
+        self._come_back(min(self._backoff(), most_s), own=not self.outcome.paced)
 
     def _holder(self) -> dict[str, Any]:
         """The holder, as plain values. Its `about` is the call's, if its record has none."""
@@ -182,10 +189,10 @@ class Conflict:
         return {**found, "about": found["about"] or self.call.about}
 
     def _backoff(self) -> float:
-        pause = backoff(self.options, self.waits)
-        if not self.outcome.paced:
-            return pause
-        return max(pause, (self.remaining_s or 0.0) + random.uniform(0.0, self.options.retry_delay))
+        delay = backoff(self.options, self.waits)
+        if not self.outcome.paced or self.outcome.paused:  # a pause may end at any time
+            return delay
+        return max(delay, (self.remaining_s or 0.0) + random.uniform(0.0, self.options.retry_delay))
 
     def _check_max_wait(self) -> None:
         max_wait = self.options.max_wait
@@ -252,6 +259,8 @@ def _briefly(holder: Holder) -> dict[str, Any]:
     told = {name: getattr(holder, name) for name in _OF_HOLDER}
     if holder.state == "foreign":
         told["value"] = holder.value
+    if holder.state == "paused":
+        told |= holder.info
     return {name: value for name, value in told.items() if value}
 
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 Policy = Literal["skip", "raise", "retry", "wait", "join", "callable"]
 Answer = Literal["acquired", "held", "stale", "superseded", "unguarded"]
+Place = Literal["stale", "taken", "crowded", "turn", "waits"]
 
 
 class Ask(Enum):
@@ -79,7 +80,7 @@ class Facts:
     announced: bool = False  # receivers of `lock_conflict` know
     is_queued: bool | None = None  # whether the same call is queued
     may_stand: bool | None = None  # whether it may stand in line
-    place: Literal["stale", "taken", "turn", "waits"] | None = None  # what parking has found
+    place: Place | None = None  # what parking has found
     is_done: bool | None = None  # whether the same call has succeeded
     begun: bool = False  # its lease is renewed
 
@@ -173,6 +174,7 @@ _HELD = (
     Rule("it does not stand in line", lambda f: f.place is None, Ask.PARK),
     Rule("another message has started it", lambda f: f.place == "stale", End.DROP),
     Rule("another call with its task id is in line", lambda f: f.place == "taken", End.COME_BACK_AS_COPY),
+    Rule("another call of its key waits in the pause", lambda f: f.place == "crowded", End.SKIP),
     Rule("the lock came free meanwhile", lambda f: f.place == "turn", Ask.ACQUIRE),
     _otherwise(End.WAIT),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import redis
 from celery import Celery, Task
@@ -46,9 +46,17 @@ from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import Options
 from celery_setnx.run.conflict import Conflict
 from celery_setnx.run.courier import ParkedCall
+from celery_setnx.run.decide import Place
 from celery_setnx.signals import lock_waiting
 
 logger = Log("celery_setnx")
+# One that is superseded asks for the lock once more, and hears of the newer call.
+_NOT_PARKED: dict[str, Place] = {
+    "stale": "stale",
+    "taken": "taken",
+    "crowded": "crowded",
+    "superseded": "turn",
+}
 
 
 class Parked(Waits):
@@ -73,10 +81,11 @@ def may_stand_in_line(task: Task, call: Call) -> bool:
     return is_of_its_line(task.app, call, message.body)
 
 
-def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"], Parked | None]:
-    """Put the running call in line: what parking found, and the exception that ends its delivery if it waits.
+def park(conflict: Conflict, *, alone: bool = False) -> tuple[Place, Parked | None]:
+    """Put the running call in line; if `alone`, unless another call waits there.
 
-    If the broker takes no courier, the call ends as `not_taken_back` says.
+    What parking found, and the exception that ends its delivery if it waits. If the broker takes no courier,
+    the call ends as `not_taken_back` says.
     """
     task, met = conflict.task, conflict.call
     app, message = task.app, Message.of(task)
@@ -91,16 +100,14 @@ def park(conflict: Conflict) -> tuple[Literal["stale", "taken", "turn", "waits"]
         _send_courier(conflict, parked, message, wait)
     try:
         client, since = client_for(app), parked.call.since
-        place = replace(parked.place(app), generation=0 if met.leads else met.generation)
+        place = replace(parked.place(app), generation=0 if met.leads else met.generation, alone=alone)
         found = line.park(client, place, copy=met.copy, since=since, call=parked.message)
     except SetnxError as error:
         if _asks_courier(conflict, parked, wait, error, has_courier=has_courier):
             _send_courier(conflict, replace(parked, epoch=""), message, wait)
         return "waits", wait
-    if found.state in ("stale", "taken"):
-        return cast('Literal["stale", "taken"]', found.state), None
-    if found.state == "superseded":
-        return "turn", None  # it asks once more, and hears of the newer one
+    if found.state in _NOT_PARKED:
+        return _NOT_PARKED[found.state], None
     if found.older is not None:
         _wake_older(app, met, found.older, client)
     wait.look_in_s = _look_in_s(conflict, found, noted)

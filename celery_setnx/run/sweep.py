@@ -27,6 +27,7 @@ from celery.worker.state import revoked_stamps
 
 from celery_setnx.call.back import stamps_in
 from celery_setnx.call.delivery import Delivery
+from celery_setnx.call.live import read_live_terms
 from celery_setnx.call.message import Call, id_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
@@ -42,10 +43,11 @@ from celery_setnx.configured import configured
 from celery_setnx.connection import new_client
 from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
-from celery_setnx.lock.line import DueLines, Slot, claim, settle, who_waits
+from celery_setnx.lock.line import DueLines, Slot, claim, rouse, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
 from celery_setnx.log import Log, fields, say_loudly
 from celery_setnx.options import settings_of
+from celery_setnx.run import control as control  # its commands are known once it is imported
 from celery_setnx.run.courier import ParkedCall, declare_queues, may_be_woken, put_back, send_again
 from celery_setnx.run.held import HeldCouriers
 from celery_setnx.run.looks import EARLIEST_S, SweepReport, TimedLooks
@@ -128,6 +130,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._see_to_client(worker.app)
         except OptionError:  # its calls say that
             return
+        self._read_terms(worker.app)
         self._usual_at = time.monotonic()
         self._thread = Lasting("celery_setnx-sweep", partial(self._turn, worker.app), in_parent=True)
         self.ensure()
@@ -138,6 +141,16 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         state = configured(app)
         if state is not self._state:
             self._client, self._state = new_client(app, self._timeout_s), state
+
+    def _read_terms(self, app: Celery) -> None:
+        """Read what an operator has said of tasks; lines wait no longer for what has ended."""
+        try:
+            changed = read_live_terms(app, self._client)
+            tasks = [name for name in app.tasks if not name.startswith("celery.")] if changed else []
+            for scope in changed:
+                rouse(self._client, lines_of(app), tasks, settings_of(app).prefix, scope)
+        except SetnxError as error:
+            logger.debug("The live terms of tasks are not known anew: %s", error)
 
     def _set_timeout(self, timeout_s: float) -> None:
         if timeout_s != self._timeout_s:
@@ -187,6 +200,8 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         is_early = began < self._usual_at
         try:
             self._see_to_client(app)
+            if not is_early:
+                self._read_terms(app)
             swept = self.sweep(app, is_early=is_early)
             has_more = swept.are_more
             self._looks.within(swept.next_s)

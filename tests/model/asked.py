@@ -21,6 +21,7 @@ from tests.model.layout import (
     PERMITS,
     RECORD,
     STARTS,
+    TERMS,
     others,
     pair,
     ticket_name,
@@ -356,11 +357,13 @@ def _told(call: Call, draw: random.Random) -> Call:
     """What else the verb may be told."""
     task, words = _own(call)[0], _words(call)
     if call.verb == "acquire" and task_of(call.told[0])[0] is not None:
-        call = call._replace(keys=(LOCK, RECORD, LINE, CALLS, MARK, ticket_name(task), PERMITS))
+        call = call._replace(keys=(LOCK, RECORD, LINE, CALLS, MARK, ticket_name(task), PERMITS, TERMS))
     elif call.verb == "acquire":
         words = {place: words[place] for place in (0, 1, 2, 4)}
     if call.name == "release":
-        call = call._replace(keys=(*call.keys[:2], LINE, CALLS, MARK, PERMITS, DONE), told=call.told[:6])
+        call = call._replace(
+            keys=(*call.keys[:2], LINE, CALLS, TERMS, MARK, PERMITS, DONE), told=call.told[:6]
+        )
         if draw.random() < 0.5:  # with a rate
             more = (pair(number) for number in range(draw.choice((1, 2, 3))) if pair(number) != call.keys[:2])
             call = call._replace(keys=(*call.keys, STARTS, *chain.from_iterable(more)))

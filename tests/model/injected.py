@@ -5,7 +5,7 @@ from typing import Any
 
 import redis
 
-from celery_setnx.lock import line, look, marks, newest, verbs
+from celery_setnx.lock import line, live, look, marks, newest, verbs
 from celery_setnx.lock.scripts import PermitScript
 
 CLOCK_KEY = "test:clock"
@@ -32,6 +32,9 @@ SCRIPTS = {
     "reserve": (newest, "RESERVE"),
     "replace": (newest, "REPLACE"),
     "drop": (newest, "DROP"),
+    "change_terms": (live, "CHANGE"),
+    "hold_back": (live, "HOLD_BACK"),
+    "rouse": (line, "ROUSE"),
 }
 
 

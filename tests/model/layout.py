@@ -22,7 +22,7 @@ from tests.model.store import (
 from tests.simulation.server import Entry
 
 LOCK, RECORD, LINE, CALLS, MARK = b"lock", b"holder", b"line", b"calls", b"queued"
-PERMITS, STARTS, DONE, NEWEST = b"permits", b"starts", b"done", b"newest"
+PERMITS, STARTS, DONE, NEWEST, TERMS = b"permits", b"starts", b"done", b"newest", b"terms"
 _RECORD = re.compile(r"([^\n]*)\n(\d{1,17})\n(\d{1,17})\n([a-z_]+)\n(\d+)\n(.*)", re.DOTALL)
 
 

@@ -21,6 +21,7 @@ from tests.model.layout import (
     PERMITS,
     RECORD,
     STARTS,
+    TERMS,
     laid_out,
     others,
     pair,
@@ -110,7 +111,7 @@ class Lock:
         task = task_of(token)[0]
         keys: tuple[bytes, ...] = (LOCK, RECORD)
         if line:
-            keys += (LINE, CALLS, MARK, ticket_name(task or ""), PERMITS)
+            keys += (LINE, CALLS, MARK, ticket_name(task or ""), PERMITS, TERMS)
         if count:
             keys += (STARTS, *others(count))
         told = (token, lease, retention, info, dead, copy, remember, linger, since, attempt, terms, 0, shared)
@@ -158,7 +159,7 @@ class Lock:
         """
         keys = pair(permit)
         if line or again or done_for or permit:
-            keys += (LINE, CALLS, MARK)
+            keys += (LINE, CALLS, TERMS, MARK)
         if permit or done_for or terms:
             keys += (PERMITS,)
         if done_for or terms:
@@ -167,7 +168,7 @@ class Lock:
         if terms:
             others_of = (pair(number) for number in range(count) if number != permit)
             keys += (STARTS, *chain.from_iterable(others_of))
-            told += (terms,)
+            told += (terms, permit)
         after, reply = self._run("release", store, now, keys, *told)
         if len(reply) == 1:
             return after, (*reply, str(now), store.value, None, None, "", True)
@@ -213,7 +214,7 @@ class Lock:
         count: int = 0,
     ) -> Answer:
         """lua/serve.lua; `count`: as for acquire."""
-        keys = (LOCK, RECORD, LINE, CALLS, PERMITS, STARTS, *others(count))
+        keys = (LOCK, RECORD, LINE, CALLS, PERMITS, STARTS, TERMS, *others(count))
         told = token, hand_over, remember, lease, dead, away, unsent, terms
         return self._run("serve#" if count else "serve", store, now, keys, *told)
 
@@ -233,7 +234,7 @@ class Lock:
         count: int = 1,
     ) -> Answer:
         """lua/park.lua."""
-        keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, NEWEST, *others(count))
+        keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, NEWEST, TERMS, *others(count))
         told = task, attempt, copy, since, call, remember, terms, shared
         return self._run("park#" if count > 1 else "park", store, now, keys, *told)
 
@@ -253,7 +254,7 @@ class Lock:
         count: int = 1,
     ) -> Answer:
         """lua/leave.lua; `lease`: for how long it is passed over that stays."""
-        keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, STARTS, *others(count))
+        keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, STARTS, TERMS, *others(count))
         token = f"left {task} {attempt} {copy}"
         told = task, attempt, copy, remember, shared, token, hand_over, terms, lease
         return self._run("leave#" if count > 1 else "leave", store, now, keys, *told)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.model.edits import permits_in
 from tests.model.grants import DEAD, HELD, caller_of, choice_of
-from tests.model.layout import CALLS, DONE, LINE, LOCK, MARK, NEWEST, PERMITS, RECORD, STARTS
+from tests.model.layout import CALLS, DONE, LINE, LOCK, MARK, NEWEST, PERMITS, RECORD, STARTS, TERMS
 from tests.model.line import AWAY, waiting
 from tests.model.lock import Call
 from tests.model.permits import (
@@ -25,7 +25,7 @@ from tests.simulation.scripts import Script
 if TYPE_CHECKING:
     from tests.model.contract import Played
 
-KEYS = (LOCK, RECORD, LINE, PERMITS, MARK, DONE, STARTS, NEWEST)
+KEYS = (LOCK, RECORD, LINE, PERMITS, MARK, DONE, STARTS, NEWEST, TERMS)
 """The keys of a look, but for those of other permits."""
 
 NOBODY = "\n"
@@ -82,7 +82,7 @@ def _wait_of(call: Call) -> int:
 def _word_of(call: Call, terms: str, next_start: int) -> tuple[str, int]:
     """What a call would be told that has no place in the line and no permit, and of which permit."""
     told = (NOBODY, "1", "1", "", call.told[2], "-", "0", "0", "0", "0", terms, "0", "0")
-    keys = LOCK, RECORD, LINE, CALLS, MARK, b"ticket:", PERMITS, STARTS
+    keys = LOCK, RECORD, LINE, CALLS, MARK, b"ticket:", PERMITS, TERMS, STARTS
     asks = call._replace(verb="acquire#", keys=(*keys, *call.keys[len(KEYS) :]), told=told)
     choice = choice_of(asks, caller_of(asks))
     if isinstance(at(call.store, choice.number).record, str):

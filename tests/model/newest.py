@@ -21,7 +21,7 @@ from tests.simulation.scripts import script
 from tests.simulation.server import Entry, Server
 
 LOCK, RECORD, LINE, CALLS, PERMITS, STARTS = b"lock", b"holder", b"line", b"calls", b"permits", b"starts"
-NEWEST, DONE = b"newest", b"done"
+NEWEST, DONE, TERMS = b"newest", b"done", b"terms"
 ORIGINAL = "-"
 LEASE, BOUND = 1_000 * SECOND, 5 * SECOND
 REMEMBER_MS = 1_000_000
@@ -313,7 +313,7 @@ class Replacing:
         )
         token = process.token or _new_token(scene, f"{name}|{message.attempt}|")
         begun = REMEMBER_MS if message.again or message.copy != ORIGINAL else 0
-        keys = (LOCK, RECORD, LINE, CALLS, NEWEST, _ticket(name), PERMITS)
+        keys = (LOCK, RECORD, LINE, CALLS, NEWEST, _ticket(name), PERMITS, TERMS)
         told: tuple[Any, ...] = (
             token,
             LEASE,
@@ -385,7 +385,7 @@ class Replacing:
             process.message,
             (scene.calls[process.message.call], _name(process.message.call)),
         )
-        keys = (LOCK, RECORD, LINE, CALLS, _ticket(name), PERMITS, NEWEST)
+        keys = (LOCK, RECORD, LINE, CALLS, _ticket(name), PERMITS, NEWEST, TERMS)
         generation = 0 if call.leads else call.generation
         told = name, message.attempt, message.copy, call.since, message.attempt, REMEMBER_MS, 1, 0, generation
         for after, reply, what in self.answers(scene, "park", keys, *told):
@@ -434,7 +434,9 @@ class Replacing:
 
     def _leaves(self, scene: Scene, process: Process) -> Iterator[Step]:
         told = process.token, 0, REMEMBER_MS, 0, SECOND, 0
-        for after, reply, what in self.answers(scene, "release", (LOCK, RECORD, LINE, CALLS, NEWEST), *told):
+        for after, reply, what in self.answers(
+            scene, "release", (LOCK, RECORD, LINE, CALLS, TERMS, NEWEST), *told
+        ):
             yield Event(process.message.call, what, "", tuple(reply[:1])), _waking(after, process, reply[3:5])
 
     def _ended(self, scene: Scene, process: Process, *, leaves: bool = True) -> Scene:
@@ -445,7 +447,7 @@ class Replacing:
 
     def _quits(self, scene: Scene, process: Process) -> Iterator[Step]:
         message, name = process.message, _name(process.message.call)
-        keys = (LOCK, RECORD, LINE, CALLS, _ticket(name), PERMITS, STARTS)
+        keys = (LOCK, RECORD, LINE, CALLS, _ticket(name), PERMITS, STARTS, TERMS)
         token = f"left {name} {message.attempt} {message.copy}"
         told = name, message.attempt, message.copy, REMEMBER_MS, 0, token, SECOND, 1, ""
         for after, reply, what in self.answers(scene, "leave", keys, *told):
@@ -460,7 +462,7 @@ class Replacing:
         waits = LINE in keys or (record is not None and record[3] == "handed" and LOCK in keys)
         if is_held or not waits or any(process.at == "wakes" for process in scene.processes):
             return
-        names = (LOCK, RECORD, LINE, CALLS, PERMITS, STARTS)
+        names = (LOCK, RECORD, LINE, CALLS, PERMITS, STARTS, TERMS)
         told = _new_token(scene, "s|0|"), SECOND, REMEMBER_MS, LEASE, "", "", "", 0
         after, reply = self.ran(scene, "serve", names, *told)
         if after != scene:

@@ -63,10 +63,10 @@ def test_alert_is_tested_when_it_fires_and_when_not(alert):
 def test_docs_tell_of_every_alert():
     """With its severity, and how long it has to be true."""
     told = {
-        name.strip("`"): (severity, re.findall(r"\bfor (15 minutes|5 minutes|an hour)", when))
+        name.strip("`"): (severity, re.findall(r"\bfor (15 minutes|5 minutes|an hour|a day)", when))
         for name, severity, when in table(text_of("docs/monitoring.md"), "alert", "severity", "it fires when")
     }
-    lasts = {"15m": ["15 minutes"], "5m": ["5 minutes"], "1h": ["an hour"], None: []}
+    lasts = {"15m": ["15 minutes"], "5m": ["5 minutes"], "1h": ["an hour"], "1d": ["a day"], None: []}
     assert told == {rule["alert"]: (rule["labels"]["severity"], lasts[rule.get("for")]) for rule in ALERTS}
 
 

@@ -22,7 +22,7 @@ local function age_scores(key)
 end
 
 local known = redis.call('GET', PERMITS)
-if more(known, 10) then return more(known, 10) end
+if more(known, 10, '1') then return more(known, 10, '1') end
 if redis.call('EXISTS', unpack(KEYS)) == 0 then return {'nothing'} end
 for place = 3, #ARGV do living[ARGV[place]] = true end
 for _, p in ipairs(permits(10)) do

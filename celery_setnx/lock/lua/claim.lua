@@ -39,9 +39,9 @@ local function word_for(call, p, dead, second)
   return p.state == 'resting' and call.task and (is_later or not second) and 'acquired' or 'held'
 end
 
--- The permit that the call gets, or else meets; the answer; when it may start, if its pace is in the way; and what
--- by_kind has seen.
-local function claim(call, all, limit, pace, dead, second)
+-- The permit that the call gets, or else meets; the answer; when it may start, if its pace or a pause (until `paused`)
+-- is in the way; and what by_kind has seen.
+local function claim(call, all, limit, pace, paused, dead, second)
   local seen = by_kind(all, limit, kind_for(call, limit, dead))
   -- Its own, whatever the limit; then a free one, a dead holder's, another's: those are within it.
   local p = seen.mine or seen['for me'] or seen['was mine']
@@ -51,6 +51,7 @@ local function claim(call, all, limit, pace, dead, second)
   -- Who is handed a permit has its start. One that was woken late takes another's: else two would wait for each other.
   local others = seen.handed - ((p.heir and p.is_live or call.woken and seen.handed > 0) and 1 or 0)
   local start = pace and pace.till(others, 0) or 0
+  if paused > 0 then return p, 'paused', math.max(start, paused), seen end
   if start > 0 then return p, 'paced', start, seen end
   local needs_turn = word == 'taken_over' or not p.is_live
   if needs_turn and not call.may_pass and p.kind ~= 'for me' then return p, 'line', nil, seen end

@@ -8,7 +8,7 @@
 -- use: lock store permits
 local task_id, remember = ARGV[1], tonumber(ARGV[2])
 local known = redis.call('GET', KEYS[3])
-if more(known, 4) then return more(known, 4) end
+if more(known, 4, 1) then return more(known, 4, 1) end
 local its
 for _, p in ipairs(permits(4)) do
   if p.state == 'held_for_retry' and task_of(p.token) == task_id then its = its or p end

@@ -12,10 +12,10 @@ end
 local function limit_of(terms) return tonumber(string.match(terms, '^%d+')) end
 local function is_within(p, limit) return p.number < limit end
 
--- That more permits are in use than KEYS names from `first` on: ask again.
-local function more(known, first)
-  local count = in_use(known)
-  return count > 1 + math.max(0, #KEYS - first + 1) / 2 and {'more', int(count)}
+-- That more permits are in use, or may be, than KEYS names from `first` on, or not the starts before: ask again.
+local function more(known, first, terms)
+  local count, has_starts = math.max(in_use(known), limit_of(terms)), #KEYS >= first - 1
+  return (count > 1 + math.max(0, #KEYS - first + 1) / 2 or terms ~= '1' and not has_starts) and {'more', int(count)}
 end
 
 local function note_permits(key, known, highest, terms, ms)

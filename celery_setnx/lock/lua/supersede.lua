@@ -6,7 +6,7 @@
 -- said it. Returns that call's id, and whether something has changed.
 local function receive(newest, generation, call, p, word, leads, bound)
   if word == 'again' or word == 'held' and p.kind == 'mine' and p.state == 'running' then return end -- it has started
-  local may_start = word ~= 'held' and word ~= 'paced' and word ~= 'line'
+  local may_start = word ~= 'held' and word ~= 'paced' and word ~= 'paused' and word ~= 'line'
   local is_overdue = newest.first > 0 and now >= newest.first + bound
   local is_replaced = not leads and newest.settled > generation and not (may_start and is_overdue)
   if newest.started > generation or is_replaced then return newest.task end

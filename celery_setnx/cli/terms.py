@@ -1,0 +1,107 @@
+"""Live terms from the command line: set, ended and listed; and which workers know of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import click
+from celery import Celery
+
+from celery_setnx.cli.asked import prefix, sight, the_guard_of, unknown
+from celery_setnx.cli.byhand import NotReleased, set_up_logging, user
+from celery_setnx.cli.describe import many, span
+from celery_setnx.cli.screen import say, table, width
+from celery_setnx.lock.live import Name
+from celery_setnx.lock.lock import DAY_S
+from celery_setnx.lock.record import clock
+from celery_setnx.terms import NewTerm, Whose, end_term, live_terms, set_term
+
+_COLUMNS = ("WHOSE", "WHAT", "ENDS IN", "BY", "BECAUSE")
+_ANSWER_S = 1.0  # for which workers are asked what they know
+
+
+def whose_of(
+    app: Celery, target: str, arguments: tuple[str, ...], args_json: str | None, kwargs: str | None
+) -> Whose:
+    """Whose terms a command line names: a key's, a call's, or, by a task alone, those of all its keys."""
+    if target in app.tasks and not (arguments or args_json or kwargs):
+        return Whose(scope=the_guard_of(app.tasks[target]).scope_of({}))
+    if target not in app.tasks and "{" not in target:
+        raise click.UsageError(unknown(app, target))
+    return Whose(key=sight(app, target, arguments, args_json, kwargs).sighting.key)
+
+
+def change(
+    app: Celery, whose: Whose, name: Name, value: str, *, for_s: float | None, because: str | None
+) -> None:
+    """Set a live term, or end it, with `own` as its value; and say what that means."""
+    set_up_logging(app)
+    if value != "own":
+        number = int(value) if name == "limit" and value.isdecimal() else value
+        done = set_term(app, whose, NewTerm(name, for_s or DAY_S, number, because or "", user()))
+        now = next(each for each in done.after if each.name == name)
+        left_s = now.remaining_s(done.server_time)
+        say(f"{whose}: {now.what} until {clock(now.until)}, {span(left_s)} from now.")
+    elif for_s is not None or because is not None:
+        raise click.UsageError("`own` ends it now: give no --for and no --because")
+    else:
+        _end(app, whose, name)
+    for line in _workers(app) if whose.scope else ():
+        say(f"  {line}")
+
+
+def _end(app: Celery, whose: Whose, name: Name) -> None:
+    done = end_term(app, whose, name, by=user())
+    ended = next((each for each in done.before if each.name == name), None)
+    if ended is None:
+        what = "is not paused" if name == "pause" else f"has no live {name}"
+        raise NotReleased(f"Nothing has changed: {whose} {what}.")
+    say(f"{whose}: no longer {ended.what}.")
+
+
+def listed(app: Celery, *, as_json: bool) -> None:
+    """Print all live terms."""
+    now = time.time()
+    found = [(whose, term) for whose, terms in live_terms(app).items() for term in terms]
+    if as_json:
+        rows = [
+            {**whose._asdict(), **term._asdict(), "ends_in_s": round(term.remaining_s(now), 3)}
+            for whose, term in found
+        ]
+        click.echo(json.dumps(rows, indent=2))
+        return
+    lines = [
+        [
+            whose.key or whose.scope,
+            term.what,
+            span(term.remaining_s(now)),
+            term.by or "-",
+            term.because or "-",
+        ]
+        for whose, term in found
+    ]
+    if lines:
+        say(*table(_COLUMNS, lines, width()))
+    count = many(len(lines), "live term") if lines else "No live terms"
+    say(f"{count} under {prefix(app)}.", err=True)
+
+
+def _workers(app: Celery) -> Iterator[str]:
+    """Which workers know of live terms, as far as they answer."""
+    try:
+        replies = app.control.broadcast("setnx_terms", reply=True, timeout=_ANSWER_S) or []
+    except Exception as error:  # noqa: BLE001 - whatever the transport raises
+        yield f"It is not known which workers heed this: {type(error).__name__}."
+        return
+    told = {name: reply for each in replies for name, reply in each.items()}
+    deaf = sorted(name for name, reply in told.items() if "scopes" not in (reply or {}))
+    if deaf:
+        what = "knows no live terms, and does" if len(deaf) == 1 else "know no live terms, and do"
+        yield f"{many(len(deaf), 'worker')} {what} not heed this: {', '.join(deaf)}."
+    heed = len(told) - len(deaf)
+    if heed:
+        yield f"{many(heed, 'worker')} will heed it within two seconds."
+    else:
+        yield "No worker has answered. Those that run heed it within two seconds."
