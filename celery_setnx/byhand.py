@@ -18,9 +18,11 @@ from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock import survey
 from celery_setnx.lock.line import call_in_line
+from celery_setnx.lock.live import live_terms_of_tasks
 from celery_setnx.lock.look import WAITERS, Sighting
 from celery_setnx.lock.look import look as look_at
-from celery_setnx.lock.record import Waiter
+from celery_setnx.lock.names import scope_and_digest
+from celery_setnx.lock.record import UNKNOWN, Waiter
 from celery_setnx.lock.scripts import REDIS_ERRORS, translated
 from celery_setnx.log import Log, fields
 from celery_setnx.options import settings_of
@@ -59,10 +61,13 @@ def look(app: Celery, key: str) -> Sighting:
         LockUnavailable: Redis did not answer.
         LockRefused: Redis refuses a command.
     """
-    if not (key.startswith(f"{settings_of(app).prefix}:{{") and key.endswith("}")):
+    prefix = settings_of(app).prefix
+    if not (key.startswith(f"{prefix}:{{") and key.endswith("}")):
         raise ValueError(f"{key!r} is no name of a lock of this app's tasks")
+    client, scope = client_for(app), scope_and_digest(key)[0]
     with told_as_ours(key):
-        return look_at(client_for(app), key)
+        live = live_terms_of_tasks(client, prefix).get(scope, "")
+        return look_at(client, key, terms=UNKNOWN._replace(live=live))
 
 
 def waiters(app: Celery, seen: Sighting) -> list[Waiter]:

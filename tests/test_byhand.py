@@ -10,6 +10,7 @@ from celery_setnx.call.message import Call
 from celery_setnx.lock.names import record_name
 from celery_setnx.lock.survey import Sighting
 from celery_setnx.signals import lock_released
+from celery_setnx.terms import NewTerm, Whose, set_term
 from celery_setnx.testing import locks_on
 from tests.test_cli import SCENES, TASK, Stage, ask_json
 
@@ -40,6 +41,13 @@ def test_look_reads_no_key_that_is_no_lock(stage_of, locks, key):
     locks.set(key, "secret", ex=60)
     with pytest.raises(ValueError, match="is no name of a lock of this app's tasks"):
         byhand.look(stage_of.app, key)
+
+
+def test_look_knows_that_the_task_is_paused(stage_of):
+    """As the list does: a task's live terms do not lie beside its locks."""
+    set_term(stage_of.app, Whose(scope=f"{TASK}sync"), NewTerm("pause", 60.0, because="partner down"))
+    seen = byhand.look(stage_of.app, stage_of.key())
+    assert (seen.is_paused, seen.pause and seen.pause.because) == (True, "partner down")
 
 
 def test_release_frees_the_lock_and_leaves_a_log_line_and_a_signal(stage_of, caplog):
