@@ -70,7 +70,7 @@ def set_term(app: Celery, whose: Whose, term: NewTerm) -> Change:
         LockRefused: Redis refuses a command.
     """
     if not 0 < term.for_s <= LONGEST_S:
-        raise OptionError(f"a live term lasts a year at most, not {term.for_s:g} s")
+        raise OptionError(f"a live term lasts more than 0 s, and a year at most, not {term.for_s:g} s")
     change = _changed(app, whose, term._replace(value=_value_of(app, whose, term)))
     text = "%s: %s"
     now = next(each for each in change.after if each.name == term.name)

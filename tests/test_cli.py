@@ -1930,6 +1930,8 @@ def test_limit_and_rate_end_when_ones_own_count_again(cli, arguments, said):
         (["rate", "sync", "ten"], "must be text such as '10/m'"),
         (["limit", "several", "101"], "limit"),
         (["pause", "sync", "--for", "2y"], "2y"),
+        (["pause", "sync", "--for", "0"], "not 0 s"),
+        (["pause", "sync", "--for", "367d"], "a year at most, not 3.17088e+07 s"),
         (["pause", "nosuch"], "The app has no task"),
         (["resume", "sync"], f"Nothing has changed: all calls of {TASK}sync is not paused"),
         (["rate", "sync", "7", "own"], "has no live rate"),

@@ -40,7 +40,8 @@ def change(
     set_up_logging(app)
     if value != "own":
         number = int(value) if name == "limit" and value.isdecimal() else value
-        done = set_term(app, whose, NewTerm(name, for_s or DAY_S, number, because or "", user()))
+        lasts = DAY_S if for_s is None else for_s
+        done = set_term(app, whose, NewTerm(name, lasts, number, because or "", user()))
         now = next(each for each in done.after if each.name == name)
         left_s = now.remaining_s(done.server_time)
         say(f"{whose}: {now.what} until {clock(now.until)}, {span(left_s)} from now.")
