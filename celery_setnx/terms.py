@@ -24,7 +24,7 @@ from celery_setnx.lock.live import (
 from celery_setnx.lock.look import look as look_at
 from celery_setnx.lock.names import scope_and_digest
 from celery_setnx.lock.record import US
-from celery_setnx.lock.survey import survey
+from celery_setnx.lock.survey import overridden
 from celery_setnx.log import Log, fields
 from celery_setnx.options import checked, settings_of
 
@@ -112,7 +112,7 @@ def live_terms(app: Celery) -> dict[Whose, list[LiveTerm]]:
     with told_as_ours(f"{prefix}:terms"):
         texts = live_terms_of_tasks(client, prefix)
         found = {Whose(scope=scope): live_terms_of(text, now) for scope, text in sorted(texts.items())}
-        for seen in survey(client, prefix, marks=False):
+        for seen in overridden(client, prefix):
             found[Whose(key=seen.key)] = list(seen.live)
     return {whose: terms for whose, terms in found.items() if terms}
 

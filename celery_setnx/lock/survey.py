@@ -54,10 +54,18 @@ def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting
 
 def successes(client: Any, prefix: str) -> Iterator[Sighting]:
     """Every key under a prefix with a call whose success counts, as `survey` finds locks."""
-    pattern = f"{escaped(prefix)}:{{*}}:done"
-    names = {_text(name) for name in client.scan_iter(match=pattern, count=BATCH)}
-    keys = sorted((name.removesuffix(":done"), 1) for name in names)
-    yield from (seen for seen in _each(client, keys) if seen.done is not None)
+    yield from (seen for seen in _with(client, prefix, ":done") if seen.done is not None)
+
+
+def overridden(client: Any, prefix: str) -> Iterator[Sighting]:
+    """Every key under a prefix with live terms of its own, as `survey` finds locks."""
+    yield from (seen for seen in _with(client, prefix, ":terms") if seen.live)
+
+
+def _with(client: Any, prefix: str, beside: str) -> Iterator[Sighting]:
+    """What there is of each key that has this beside its lock."""
+    names = {_text(name) for name in client.scan_iter(match=f"{escaped(prefix)}:{{*}}{beside}", count=BATCH)}
+    return _each(client, sorted((name.removesuffix(beside), 1) for name in names))
 
 
 def drop(client: redis.Redis, seen: Sighting) -> bool:
