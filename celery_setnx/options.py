@@ -501,6 +501,14 @@ def duration_s(where: str, name: str, value: Any, rule: str) -> float:
     return float(seconds)
 
 
+def seconds_of(text: str) -> float:
+    """The seconds that an operator has written, as `90`, `90s`, `5m`, `1h` or `2d`; else OptionError."""
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _PERIODS else (text, "s")
+    if not number.isdecimal():
+        raise OptionError(f"{text} is not a duration: write 90s, 5m, 1h or 2d")
+    return float(number) * _PERIODS[unit]
+
+
 def _check_together(where: str, options: Options) -> None:
     for most, least in (("retry_delay_max", "retry_delay"), ("at_most_for", "at_least_for")):
         most_s, least_s = getattr(options, most), getattr(options, least)

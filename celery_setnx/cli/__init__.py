@@ -79,14 +79,16 @@ class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore] # gene
     """Seconds, written as `90`, `90s`, `5m`, `1h` or `2d`."""
 
     name = "duration"
-    _units = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The seconds."""
-        number, unit = (value[:-1], value[-1:]) if value[-1:] in self._units else (value, "")
-        if not number.isdecimal():
-            self.fail(f"{value} is not a duration: write 90s, 5m, 1h or 2d", param, ctx)
-        return float(number) * self._units[unit]
+        from celery_setnx.exceptions import OptionError
+        from celery_setnx.options import seconds_of
+
+        try:
+            return seconds_of(value)
+        except OptionError as error:
+            self.fail(str(error), param, ctx)
 
 
 def _as_json(function: Any) -> Any:
