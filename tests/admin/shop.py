@@ -32,11 +32,13 @@ from tests.harness import DEADLINE_S, GATE_S, wait_until
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "examples/django_app"
 PASSWORD = "correct horse"
+ALL = ["view_lock", "release_lock", "pause_lock"]
+USERS = {"ada": ALL, "bob": ALL[:1], "cleo": [], "dora": ALL[:2], "eve": ALL[::2]}
 MIGRATED = f"""
 from django.core.management import call_command
 call_command("migrate", verbosity=0)
 from django.contrib.auth.models import Permission, User
-for name, permissions in {{"ada": ["view_lock", "release_lock"], "bob": ["view_lock"], "cleo": []}}.items():
+for name, permissions in {USERS!r}.items():
     user = User.objects.create_user(name, password={PASSWORD!r}, is_staff=True)
     user.user_permissions.set(Permission.objects.filter(codename__in=permissions))
 """
@@ -45,7 +47,10 @@ for name, permissions in {{"ada": ["view_lock", "release_lock"], "bob": ["view_l
 
 @dataclass
 class Shop:
-    """The project in a directory, with users: ada may release locks, bob may see them, cleo neither."""
+    """The project in a directory, with users.
+
+    All of them but cleo may see locks. Ada may release and pause them, dora may release, and eve may pause.
+    """
 
     url: str
     directory: Path
@@ -65,10 +70,13 @@ class Shop:
         self.redis = redis.Redis.from_url(self.url)
         self.run("shell", "--verbosity", "0", "--command", MIGRATED)
 
-    def run(self, *command: str) -> None:
-        """Run one of Django's commands."""
+    def run(self, *command: str) -> str:
+        """Run one of Django's commands: what it prints."""
+        arguments = [sys.executable, PROJECT / "manage.py", *command]
         environment = {**os.environ, **self.environment}
-        subprocess.run([sys.executable, PROJECT / "manage.py", *command], env=environment, check=True)
+        return subprocess.run(
+            arguments, env=environment, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
 
     def call(self, task: str, *arguments: str) -> AsyncResult:
         """Publish a call; its body waits until it is ended."""
@@ -104,7 +112,7 @@ class Shop:
         return wait_until(found, f"{call.id} has its lock, and {waiting} wait")
 
     def entries(self) -> list[tuple[str, str, str]]:
-        """Who has released what by hand, in what words: the entries of Django's own log."""
+        """Who has done what by hand, in what words: the entries of Django's own log."""
         asked = """
             select username, object_id, change_message from django_admin_log
             join auth_user on auth_user.id = user_id
@@ -191,6 +199,12 @@ class Browser:
         except TimeoutException:
             body = self.driver.find_element(By.XPATH, "//body").text
             raise AssertionError(f"no {xpath} at {self.driver.current_url}:\n{body}") from None
+
+    def write(self, name: str, text: str) -> None:
+        """Write into a field of a form, in place of what it has."""
+        field = self.wait_for(f"//input[@name={name!r}]", lambda element: element)
+        field.clear()
+        field.send_keys(text)
 
     def click(self, xpath: str) -> None:
         """Click on what is there, once it is."""

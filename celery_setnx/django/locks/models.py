@@ -13,7 +13,7 @@ class Lock(models.Model):  # type: ignore[misc]
 
         managed = False
         default_permissions = ["view"]
-        permissions = [("release_lock", "Can release lock")]
+        permissions = [("release_lock", "Can release lock"), ("pause_lock", "Can pause lock")]
 
     def __str__(self) -> str:
         return str(self.key)
