@@ -1,4 +1,4 @@
-"""The permissions to see locks, and to release one."""
+"""The permissions to see locks, to release one, and to pause keys and tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Migration(migrations.Migration):  # type: ignore[misc]
             "Lock",
             [("key", models.TextField(primary_key=True, serialize=False))],
             options={
-                "permissions": [("release_lock", "Can release lock")],
+                "permissions": [("release_lock", "Can release lock"), ("pause_lock", "Can pause lock")],
                 "managed": False,
                 "default_permissions": ["view"],
             },
