@@ -1,6 +1,7 @@
 """What a worker's parent hands to the process that runs a task, without a worker."""
 
 import logging
+import math
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,15 @@ from celery.app.task import Context
 
 from celery_setnx import SingletonTask
 from celery_setnx.call.delivery import DELIVERY, Delivery
+from celery_setnx.call.live import KnownTerms, known_live_terms, learn, read_live_terms
 from celery_setnx.call.message import HEADER, Call
 from celery_setnx.call.wake import COURIER
+from celery_setnx.connection import client_for
 from celery_setnx.lock.record import task_token
 from celery_setnx.run.attempt import Attempt
 from celery_setnx.run.receipt import receipt_of
 from celery_setnx.run.sweep import CourierRequest
+from celery_setnx.terms import NewTerm, Whose, set_term
 from tests.conftest import LOCK_DB
 from tests.delivered import Delivered
 
@@ -90,3 +94,36 @@ def test_message_brings_no_delivery_along(task, sent):
     request = type(given)(given.message, app=task.app, task=task, hostname="here")
     assert request.request_dict["properties"] == {"priority": 3, DELIVERY: request._delivery}
     assert Delivery.of(arrived(request)).call == CALL
+
+
+def pause(task: Any) -> None:
+    """An operator pauses the task; workers read that later."""
+    set_term(task.app, Whose(scope="t"), NewTerm("pause", 600))
+
+
+@pytest.mark.parametrize(("read_at", "heeds"), [(math.inf, False), (-math.inf, True)])
+def test_call_that_has_waited_in_its_worker_heeds_a_pause(task, read_at, heeds):
+    """It has come before the pause, and waited for a process of the pool, or for its eta."""
+    request = Delivered(task, call=CALL).request
+    properties = request.request_dict["properties"]
+    properties[DELIVERY] = properties[DELIVERY]._replace(live_read_at=read_at)
+    pause(task)
+    attempt = Attempt(task, task._settled(), arrived(request), (), {})
+    assert attempt.lock.terms.live.startswith("pause ") == heeds
+
+
+def test_delivery_tells_no_process_what_was_before(task):
+    """In a pool of threads the worker itself has read later what an old delivery does not know."""
+    pause(task)
+    before = read_live_terms(task.app, client_for(task.app))
+    learn(task.app, "t", "", known_live_terms(task.app).read_at - 1)
+    assert known_live_terms(task.app).texts == before != {}
+
+
+def test_call_starts_though_its_terms_cannot_be_read(task, limited):
+    """Redis may forbid that: what the delivery has brought counts, and it is not asked again at once."""
+    task.app.conf.setnx_url = limited("~*", "+@all", "-hgetall")
+    learn(task.app, "t", "brought", -1e6)
+    known = known_live_terms(task.app)
+    assert known.texts == {"t": "brought"}
+    assert known.read_at > KnownTerms().read_at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,6 +33,7 @@ class Delivery(NamedTuple):
     is_fanout: bool  # whether that queue gets copies of what other queues get too
     has_events: bool  # whether this worker sends task events
     live: str = ""  # the live terms of the call's task, as its worker knows them
+    live_read_at: float = -math.inf  # when it has read them, by the machine's monotonic clock
 
     @classmethod
     def receive(cls, request: Request, call: Call, *, takes_lock: bool = True) -> Delivery:
@@ -39,8 +41,8 @@ class Delivery(NamedTuple):
         eventer = request.eventer  # at work for the worker's heartbeat in any case
         has_events = bool(eventer and eventer.enabled and (not eventer.groups or "task" in eventer.groups))
         nonce = os.urandom(6).hex() if takes_lock else ""
-        live = _live_terms(request, call) if takes_lock else ""
-        delivery = cls(call, nonce, request.content_type, *origin_here(), has_events, live)
+        live = _live_terms(request, call) if takes_lock else ("",)
+        delivery = cls(call, nonce, request.content_type, *origin_here(), has_events, *live)
         properties = request._request_dict.get("properties") or {}
         request._request_dict["properties"] = {**properties, DELIVERY: delivery}
         if call.route is not None:  # its body sees by which it first came
@@ -54,8 +56,8 @@ class Delivery(NamedTuple):
         return found if isinstance(found, cls) else None
 
 
-def _live_terms(request: Request, call: Call) -> str:
-    """Those of the scope of the call's lock; as a rule there are none at all."""
+def _live_terms(request: Request, call: Call) -> tuple[str, float]:
+    """Those of the scope of the call's lock, and when they were read; as a rule there are none at all."""
     known = known_live_terms(request.app)
-    guard = guard_of(request.task) if known else None
-    return known.get(guard.scope_at(guard.fitting(call)), "") if guard else ""
+    guard = guard_of(request.task) if known.texts else None
+    return known.texts.get(guard.scope_at(guard.fitting(call)), "") if guard else "", known.read_at

@@ -103,8 +103,6 @@ class Attempt:
         self.task, self.guard, self.request = task, guard, request
         delivery = Delivery.of(request)
         self.call = guard.fitting(delivery.call if delivery else Call.of(task.name, vars(request)))
-        if delivery is not None:
-            learn(task.app, guard.scope_at(self.call), delivery.live)
         self.pid = os.getpid()
         if delivery is not None:
             follow(task.app, request.hostname, wanted=delivery.has_events)
@@ -113,6 +111,8 @@ class Attempt:
             if self.options.on_conflict == "join" and not request.is_eager:  # an eager result is not stored
                 guard.check_backend(self.options)
             given = Arguments.given_to(task, args, kwargs) if request.is_eager else Arguments(args, kwargs)
+            if delivery is not None:
+                learn(task.app, guard.scope_at(self.call), delivery.live, delivery.live_read_at)
             self.lock = guard.lock(self.call, given, info_of(self.call, request.hostname))
         except SetnxError:
             if mark := self.call.mark:  # its publisher did not know that it is refused here

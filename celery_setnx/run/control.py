@@ -12,4 +12,4 @@ from celery_setnx.call.live import known_live_terms
 @inspect_command()  # type: ignore[untyped-decorator]
 def setnx_terms(state: Any, **_told: Any) -> dict[str, Any]:
     """The scopes whose live terms this worker knows."""
-    return {"scopes": sorted(known_live_terms(state.app))}
+    return {"scopes": sorted(known_live_terms(state.app).texts)}

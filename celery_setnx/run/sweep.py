@@ -105,6 +105,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._stopped, self._roused = threading.Event(), threading.Event()
         self._client: redis.Redis
         self._state: list[Any] = []  # of the settings that it is made from
+        self._terms: Mapping[str, str] = {}  # of which its lines know
         self._thread: Lasting | None = None
         self._wait_s = SWEEP_S
         self._usual_at = 0.0
@@ -145,10 +146,14 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
     def _read_terms(self, app: Celery) -> None:
         """Read what an operator has said of tasks; lines wait no longer for what has ended."""
         try:
-            changed = read_live_terms(app, self._client)
+            found = read_live_terms(app, self._client)
+            changed = [
+                scope for scope in {**self._terms, **found} if found.get(scope) != self._terms.get(scope)
+            ]
             tasks = [name for name in app.tasks if not name.startswith("celery.")] if changed else []
             for scope in changed:
                 rouse(self._client, lines_of(app), tasks, settings_of(app).prefix, scope)
+            self._terms = found
         except SetnxError as error:
             logger.debug("The live terms of tasks are not known anew: %s", error)
 
