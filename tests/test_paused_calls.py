@@ -138,6 +138,20 @@ def test_retry_in_a_pause_is_not_skipped(stage, operator, journal):
     assert result.get(timeout=60) == 1
 
 
+def test_retry_behind_others_in_a_pause_is_not_skipped(stage, operator, journal):
+    """Under `auto` one call of the key waits, and others are skipped: but none that has begun."""
+    task = stage.tasks.persistent
+    result = stage.held(task=task, singleton={"on_conflict": "auto"})
+    other = stage.parked(task=task, singleton={"on_conflict": "wait"})
+    whose = operator.of(task)
+    operator.pause(whose)
+    stage.open(2)
+    journal.wait_for("postrun", count=2, task_id=result.id)
+    operator.resume(whose)
+    assert result.get(timeout=60) == 1
+    assert other.get(timeout=60) == 1
+
+
 def test_lock_that_is_held_for_a_retry_is_its_own_after_the_pause(stage, operator, journal):
     """hold_on_retry: nobody else has the key meanwhile."""
     task = stage.tasks.patient

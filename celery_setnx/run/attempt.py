@@ -344,7 +344,8 @@ class Attempt:
         self.facts.may_stand = may_stand_in_line(self.task, self.conflict.call)
 
     def _park(self) -> None:
-        self.facts.place, self._waits = park(self.conflict, alone=self._waits_alone)
+        alone = self._waits_alone and not self.facts.has_begun  # one that has begun is skipped for no other
+        self.facts.place, self._waits = park(self.conflict, alone=alone)
         self.has_parked = self.has_parked or self.facts.place == "turn"
 
     def _ask_done(self) -> None:
