@@ -1,5 +1,6 @@
 """Calls in a pause, or on other live terms, in real workers: what each policy makes of it; none is lost."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_pause_stops_no_body_and_lets_none_follow(stage, paused, operator):
     assert stage.starts() == [first.id]
     operator.resume(whose)
     stage.have_run([second, third])
+
+
+def test_body_that_began_before_a_pause_of_its_task_wakes_nobody(stage, operator, journal):
+    """Its release heeds what was set while it ran: for a limit, more would run than that."""
+    task, began = stage.tasks.stopped, time.monotonic()
+    first, second = stage.held(task=task), stage.parked(task=task)
+    operator.pause(Whose(scope=task.name))
+    wait_until(lambda: time.monotonic() > began + 4, "what its delivery has brought is old")
+    stage.open()
+    stage.has_run(first)
+    operator.resume(Whose(scope=task.name))
+    stage.has_run(second)
+    assert len(journal.entries(what="waiting", task_id=second.id)) == 1
 
 
 def test_skipped_call_says_why(stage, paused):

@@ -30,7 +30,7 @@ from celery_setnx.call.back import (
 from celery_setnx.call.delivery import Delivery
 from celery_setnx.call.ended import free_ended, stored_end
 from celery_setnx.call.guard import Guard, is_singleton
-from celery_setnx.call.live import learn
+from celery_setnx.call.live import learn, live_terms_at
 from celery_setnx.call.message import Call, RunningCall, retries_of
 from celery_setnx.call.wake import give_turn, give_turns, look_within, report_take_over
 from celery_setnx.connection import client_for, new_client
@@ -101,7 +101,7 @@ class Attempt:
         self, task: Task, guard: Guard, request: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.task, self.guard, self.request = task, guard, request
-        delivery = Delivery.of(request)
+        self._delivery = delivery = Delivery.of(request)
         self.call = guard.fitting(delivery.call if delivery else Call.of(task.name, vars(request)))
         self.pid = os.getpid()
         if delivery is not None:
@@ -111,8 +111,7 @@ class Attempt:
             if self.options.on_conflict == "join" and not request.is_eager:  # an eager result is not stored
                 guard.check_backend(self.options)
             given = Arguments.given_to(task, args, kwargs) if request.is_eager else Arguments(args, kwargs)
-            if delivery is not None:
-                learn(task.app, guard.scope_at(self.call), delivery.live, delivery.live_read_at)
+            self._learn_terms()
             self.lock = guard.lock(self.call, given, info_of(self.call, request.hostname))
         except SetnxError:
             if mark := self.call.mark:  # its publisher did not know that it is refused here
@@ -191,6 +190,18 @@ class Attempt:
                 left = leave(new_client(self.task.app), call.place(BEGUN_S), copy=call.copy)
                 give_turn(self.task.app, self.task.name, held.key, left.turn)
         self.send(lock_lost, fence=held.fence, reason=reason)
+
+    def _learn_terms(self) -> None:
+        """Know the live terms of its task: those that its delivery has brought, or newer ones."""
+        if (delivery := self._delivery) is not None:
+            scope = self.guard.scope_at(self.call)
+            learn(self.task.app, scope, delivery.live, delivery.live_read_at)
+
+    def heed_terms(self) -> None:
+        """Have the release heed the live terms of its task that were set while its body ran."""
+        self._learn_terms()
+        live = live_terms_at(self.task.app, self.lock.name)
+        self.lock.terms = self.lock.terms._replace(live=live)
 
     def give_turns(self) -> None:
         """Wake the call that the lock was handed to by its release, or note when to look at its line."""

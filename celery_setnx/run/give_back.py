@@ -158,6 +158,7 @@ def _release_or_hold(attempt: Attempt, held: HeldLock, fate: _Fate) -> Released:
     def release_or_hold() -> Released:
         if fate.hold:
             return held.hold(again_s)
+        attempt.heed_terms()
         if not attempt.has_begun:
             held.take_start_back()
         rest = options.at_least_for if attempt.has_begun else 0.0

@@ -62,7 +62,7 @@ if not unsent and is_within(p, limit) and start == 0 then
   heir, deadline, are_more = hand_on(p, line, token, hand_over, remember)
 end
 if heir then
-  if own ~= terms_in(known) then -- they have changed, and no call has come since
+  if own ~= terms_in(known) or p.number >= in_use(known) then -- no call has come since these count
     note_permits(PERMITS, known, seen.top, own, math.ceil((deadline - now) / 1000) + remember)
   end
   return answer(died and 'taken_over' or 'handed', heir, deadline)
