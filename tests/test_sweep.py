@@ -18,6 +18,7 @@ from celery_setnx.call.wake import lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
 from celery_setnx.lock.line import LineEntry, claim, note_due, park, who_waits
+from celery_setnx.lock.live import NewTerm, change_task_terms
 from celery_setnx.lock.names import end_name, key_name, line_names
 from celery_setnx.lock.record import ORIGINAL, ServeReply
 from celery_setnx.lock.scripts import replies_to
@@ -250,6 +251,28 @@ def test_outage_of_the_lock_server_is_said_once(app, swept, monkeypatch, caplog)
     while swept._turn(app):
         pass
     assert caplog.text.count("Lines are not swept, so waiting calls may be late") == 1
+
+
+def test_terms_of_tasks_that_may_not_be_read_are_said_once(app, swept, limited, caplog):
+    """An operator would take a task for paused that is not."""
+    app.conf.setnx_url = limited("~*", "+@all", "-hgetall")
+    swept._client = client_for(app)
+    for _ in range(2):
+        swept._read_terms(app)
+    assert caplog.text.count("A pause of a task is not heeded here") == 1
+
+
+def test_worker_that_starts_in_a_pause_has_no_line_looked_at(app, locks, swept):
+    """Nothing has changed for those that wait; when it has, they are looked at."""
+    wait(locks, key := key_name("t", "t", ""))
+    note_due(locks, lines_of(app), "t", key, within=600.0)
+    change_task_terms(locks, "t", "t", NewTerm("pause", 600))
+    swept._read_terms(app, changes=False)
+    swept._read_terms(app)
+    assert claim(locks, lines_of(app), ["t"]).lines == []
+    change_task_terms(locks, "t", "t", NewTerm("pause", 0))
+    swept._read_terms(app)
+    assert claim(locks, lines_of(app), ["t"]).lines == [("t", key)]
 
 
 def test_lines_of_living_nodes_are_served_though_another_is_away(app, locks, swept, monkeypatch, caplog):

@@ -41,7 +41,7 @@ from celery_setnx.call.wake import (
 )
 from celery_setnx.configured import configured
 from celery_setnx.connection import new_client
-from celery_setnx.exceptions import LockUnavailable, OptionError, SetnxError
+from celery_setnx.exceptions import LockRefused, LockUnavailable, OptionError, SetnxError
 from celery_setnx.forks import between_forks
 from celery_setnx.lock.line import DueLines, Slot, claim, rouse, settle, who_waits
 from celery_setnx.lock.names import END, lock_and_task_id
@@ -106,6 +106,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         self._client: redis.Redis
         self._state: list[Any] = []  # of the settings that it is made from
         self._terms: Mapping[str, str] = {}  # of which its lines know
+        self._is_deaf = False  # that these may not be read was said
         self._thread: Lasting | None = None
         self._wait_s = SWEEP_S
         self._usual_at = 0.0
@@ -131,7 +132,7 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
             self._see_to_client(worker.app)
         except OptionError:  # its calls say that
             return
-        self._read_terms(worker.app)
+        self._read_terms(worker.app, changes=False)
         self._usual_at = time.monotonic()
         self._thread = Lasting("celery_setnx-sweep", partial(self._turn, worker.app), in_parent=True)
         self.ensure()
@@ -143,19 +144,21 @@ class Sweep(bootsteps.StartStopStep):  # type: ignore[misc]
         if state is not self._state:
             self._client, self._state = new_client(app, self._timeout_s), state
 
-    def _read_terms(self, app: Celery) -> None:
-        """Read what an operator has said of tasks; lines wait no longer for what has ended."""
+    def _read_terms(self, app: Celery, *, changes: bool = True) -> None:
+        """Read what an operator has said of tasks; lines wait no longer for what has ended since."""
         try:
             found = read_live_terms(app, self._client)
-            changed = [
-                scope for scope in {**self._terms, **found} if found.get(scope) != self._terms.get(scope)
-            ]
+            before = self._terms if changes else found
+            changed = [scope for scope in {**before, **found} if found.get(scope) != before.get(scope)]
             tasks = [name for name in app.tasks if not name.startswith("celery.")] if changed else []
             for scope in changed:
                 rouse(self._client, lines_of(app), tasks, settings_of(app).prefix, scope)
-            self._terms = found
+            self._terms, self._is_deaf = found, False
         except SetnxError as error:
-            logger.debug("The live terms of tasks are not known anew: %s", error)
+            is_refused = isinstance(error, LockRefused)  # else the sweep says it
+            if is_refused and not self._is_deaf:
+                logger.warning("A pause of a task is not heeded here, nor its limit or rate: %s", error)
+            self._is_deaf = is_refused
 
     def _set_timeout(self, timeout_s: float) -> None:
         if timeout_s != self._timeout_s:
