@@ -231,6 +231,22 @@ def test_body_that_has_lost_its_lock_holds_nobody_back(locks, clock):
     assert locks.exists(terms_name(NAME)) == 0
 
 
+@pytest.mark.parametrize("because", ["429 " * 1000, RuntimeError("429 " * 1000)])
+def test_reason_of_a_body_is_short(locks, because):
+    """It travels with each delivery, and a partner's answer may be a page."""
+    start(locks).hold_back(30, because)
+    (term,) = live_terms_of(locks.get(terms_name(NAME)))
+    assert (term.because[:4], len(term.because)) == ("429 ", 300)
+
+
+def test_plain_lock_holds_nobody_back(locks):
+    """Its callers ask for no live terms, so it does not say that they wait."""
+    plain = the_lock(locks, line=False).acquire().lock
+    with pytest.raises(ValueError, match="is no lock of a task"):
+        plain.hold_back(30)
+    assert locks.exists(terms_name(NAME)) == 0
+
+
 @pytest.mark.parametrize("seconds", [0, -1, 86_401])
 def test_body_holds_back_for_a_day_at_most(locks, clock, seconds):
     """And for some time."""

@@ -143,19 +143,22 @@ class HeldLock:
 
         Args:
             seconds: Seconds from now; a day at most.
-            because: Why, for whoever asks what is in the way. Defaults to nothing.
+            because: Why, in 300 characters at most, for whoever asks what is in the way. Defaults to nothing.
 
         Returns:
             Seconds for which no call of the key starts.
 
         Raises:
-            ValueError: The seconds are not positive, or more than a day.
+            ValueError: The seconds are not positive, or more than a day; or this is a plain `SetnxLock`,
+                whose callers ask for no live terms.
             LockLost: The lock is no longer ours, and nothing was changed.
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses the command.
         """
         if not 0 < seconds <= _DAY_S:
             raise ValueError(f"hold_back takes more than 0 seconds and at most a day, not {seconds!r}")
+        if not self._lock.line:
+            raise ValueError(f"{self.key} is no lock of a task: its next caller would not be held back")
         told = {"because": because, "since": round(self.server_time(), 3)}
         word, lasts_s = hold_back(self._permit, for_s=seconds, told=told)
         if word == "lost":

@@ -14,12 +14,14 @@ from celery_setnx.lock.record import US, Holder, clock
 from celery_setnx.lock.scripts import REDIS_ERRORS, Script, translated
 from celery_setnx.lock.verbs import Permit
 from celery_setnx.lock.wire import ask
+from celery_setnx.wording import shortened
 
 CHANGE, HOLD_BACK = Script("change_terms"), Script("hold_back")
 
 Name = Literal["pause", "limit", "rate"]
 
 _LINE = re.compile(r"(pause|limit|rate) (\d{1,17}) (\S+)(?: (.*))?")
+_BECAUSE = 300  # characters of a reason
 _JSON = json.JSONEncoder(separators=(",", ":"))
 
 
@@ -147,7 +149,7 @@ def change_task_terms(client: Any, prefix: str, scope: str, term: NewTerm) -> Ch
 
 def _changed(client: Any, key: str, scope: str, term: NewTerm) -> Change:
     """lua/change_terms.lua."""
-    told = {"because": term.because, "by": term.by, "since": round(time.time(), 3)}
+    told = {"because": _briefly(term.because), "by": term.by, "since": round(time.time(), 3)}
     text = f"{term.value} {_JSON.encode({name: each for name, each in told.items() if each})}"
     now_us, before, after = CHANGE(client, (key,), scope, term.name, round(term.for_s * US), text)
     now = int(now_us) / US
@@ -169,8 +171,14 @@ def hold_back(permit: Permit, *, for_s: float, told: Mapping[str, Any]) -> tuple
     """lua/hold_back.lua: its word, and for how many seconds no call of the key starts."""
     lock, number, token = permit
     keys = (*lock.keys_of(number)[:2], terms_name(lock.name))
-    word, now_us, until_us = HOLD_BACK(lock.client, keys, token, round(for_s * US), _JSON.encode(told))
+    about = _JSON.encode({**told, "because": _briefly(told.get("because", ""))})
+    word, now_us, until_us = HOLD_BACK(lock.client, keys, token, round(for_s * US), about)
     return word, max(0, int(until_us) - int(now_us)) / US
+
+
+def _briefly(because: object) -> str:
+    """A reason, short enough to travel with each delivery: a body may give its partner's whole answer."""
+    return shortened(str(because), _BECAUSE)
 
 
 def _text(word: Any) -> str:
