@@ -65,12 +65,15 @@ def set_term(app: Celery, whose: Whose, term: NewTerm) -> Change:
         What was changed.
 
     Raises:
-        OptionError: The task cannot have such terms, or they would last for more than a year.
+        OptionError: The task cannot have such terms, they would last for more than a year, or the key is no
+            lock of a task.
         LockUnavailable: Redis did not answer; it may be changed all the same.
         LockRefused: Redis refuses a command.
     """
     if not 0 < term.for_s <= LONGEST_S:
         raise OptionError(f"a live term lasts more than 0 s, and a year at most, not {term.for_s:g} s")
+    if whose.key and not (whose.key.startswith(f"{settings_of(app).prefix}:{{") and whose.key.endswith("}")):
+        raise OptionError(f"{whose.key!r} is no name of a lock of this app's tasks: nobody would heed it")
     change = _changed(app, whose, term._replace(value=_value_of(app, whose, term)))
     text = "%s: %s"
     now = next(each for each in change.after if each.name == term.name)

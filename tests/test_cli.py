@@ -1946,6 +1946,13 @@ def test_terms_that_cannot_be_are_refused(cli, arguments, why):
     assert ask_json("terms") == []
 
 
+def test_pause_of_a_key_that_no_task_has_is_refused(cli):
+    """Nobody would heed it."""
+    result = ask("pause", "elsewhere:{sync}")
+    assert (result.exit_code, ask_json("terms")) == (1, [])
+    assert "is no name of a lock of this app's tasks" in result.output
+
+
 def test_doctor_names_what_was_forgotten(cli):
     """A limit that somebody has set two days ago, for a month."""
     ask("limit", f"{TASK}several", "2", "--for", "30d")
