@@ -192,6 +192,33 @@ def test_call_that_leaves_in_a_pause_hands_on_to_nobody(locks, clock):
     assert serve(locks).heir.task_id == "b"
 
 
+@pytest.mark.parametrize("whose", ["key", "task"])
+def test_full_server_lets_an_operator_pause_and_resume(own_locks, whose):
+    """It is then that they want to."""
+
+    def change(name: Any, for_s: float, value: str = "-") -> list[str]:
+        term = NewTerm(name, for_s, value)
+        if whose == "task":
+            found = change_task_terms(own_locks, "t", "live", term)
+        else:
+            found = change_key_terms(own_locks, NAME, term)
+        return [each.name for each in found.after]
+
+    change("limit", 600, "2")
+    change("pause", 600)
+    own_locks.config_set("maxmemory", 1)
+    assert change("pause", 0) == ["limit"]
+    assert change("pause", 30) == ["limit", "pause"]
+    assert change("limit", 0) == ["pause"]
+
+
+def test_full_server_lets_a_body_hold_back_its_key(own_locks):
+    """As it lets the body renew."""
+    held = start(own_locks)
+    own_locks.config_set("maxmemory", 1)
+    assert held.hold_back(30) == 30
+
+
 # A body that says "not now"
 
 

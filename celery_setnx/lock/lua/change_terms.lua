@@ -12,10 +12,12 @@ local before = is_keys and redis.call('GET', TERMS) or not is_keys and redis.cal
 local text, last = changed(before, name, lasts > 0 and now + lasts, ARGV[4])
 local ms = math.ceil((last - now) / 1000) + 1
 if is_keys and text ~= '' then
+  redis.call('PEXPIRE', TERMS, int(ms)) -- a full server allows this, and SET behind it
   redis.call('SET', TERMS, text, 'PX', int(ms))
 elseif is_keys then
   redis.call('DEL', TERMS)
 elseif text ~= '' then
+  redis.call('HDEL', TERMS, '') -- nothing: a full server allows this, and HSET behind it
   keep_for(TERMS, ms) -- before it is written, too: where it is forbidden nothing stays for ever
   redis.call('HSET', TERMS, scope, text)
   keep_for(TERMS, ms)

@@ -13,5 +13,7 @@ local before = redis.call('GET', TERMS)
 local stands = paused_till(before)
 if stands >= till then return {'stands', now_text(), int(stands)} end
 local text, last = changed(before, 'pause', till, '- ' .. told)
-redis.call('SET', TERMS, text, 'PX', int(math.ceil((last - now) / 1000) + 1))
+local ms = int(math.ceil((last - now) / 1000) + 1)
+redis.call('PEXPIRE', TERMS, ms) -- a full server allows this, and SET behind it
+redis.call('SET', TERMS, text, 'PX', ms)
 return {'paused', now_text(), int(till)}
