@@ -23,7 +23,7 @@
 --       acquired | again (this token holds it) | resumed (held for this task's retry) | taken_over | held
 --       stale (another message has started this call, or is to)
 --       paced (no call may start before the deadline: the mark is the terms that count)
---       paused (neither, because of live terms: those of the key are the mark)
+--       paused (neither, because of live terms: those of the key are the mark, '' = it has none)
 --       superseded (a newer call runs instead: the mark is its id)
 --       line (it is free for those who wait: the record says that it is handed to the first, and serve.lua does
 --       that) | more (see permits.lua)
@@ -55,7 +55,7 @@ local all, limit, pace = only and {only} or permits(10), limit_of(terms), STARTS
 local p, word, start, seen = claim(call, all, limit, pace, paused, dead, second)
 if foreign_record(p) then return foreign_record(p) end
 local newest = counts(generation) and newest_of(mark)
-mark = word == 'paused' and of_key or word == 'paced' and terms or generation == 0 and mark
+mark = word == 'paused' and (of_key or '') or word == 'paced' and terms or generation == 0 and mark
 if newest then
   local by, is_new = receive(newest, generation, call, p, word, ARGV[16] == '1', tonumber(ARGV[15]))
   if by then return {'superseded', 0, 0, now, false, false, by, int(waiters)} end
