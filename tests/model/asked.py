@@ -11,6 +11,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 from tests.bounds import bound
+from tests.model.edits import number_of
 from tests.model.explorer import explore
 from tests.model.layout import (
     CALLS,
@@ -29,7 +30,7 @@ from tests.model.layout import (
 from tests.model.line import AWAY, Waiter
 from tests.model.lock import TEXTS, Call
 from tests.model.looks import KEYS as LOOK
-from tests.model.permits import AHEAD, at, pace_of, terms_in
+from tests.model.permits import AHEAD, at, pace_of
 from tests.model.scenarios import SCENARIOS
 from tests.model.store import (
     MS,
@@ -49,10 +50,10 @@ from tests.model.store import (
     seconds,
     task_of,
 )
+from tests.model.terms import PAUSE_KEEPS, PAUSE_LOOKED_AT, PLACES, terms_of
 
 STATES = bound(400, full=1_500)  # of each scenario, whose calls are looked at
 PLACE_OF_A_TIME = {"acquire": 8, "release": 1, "park": 3}
-PLACE_OF_TERMS = {"acquire": 10, "leave": 7, "look": 0, "park": 6, "release": 6, "serve": 7}
 HOUR = 3_600 * SECOND
 TASKS = ("a", "b", "c", "b|b")
 TOKENS = ("a|0|0", "a|1|1", "b|0|1", "b|b|0|4", "|0|5", "one")
@@ -63,6 +64,10 @@ TOO_LARGE = (f"a\n{10**17}\n2\nrunning\n3\n", f"a\n1\n{10**17}\nrunning\n3\n")
 LEASES = (500, 60_000, 1_000_000, 3_000_000)  # ms
 PERIODS = (1, 1_500, 1_500_001, 2_000_500, 100_000_000, 7_200_000_001)
 BESIDE = (-5 * SECOND, -SECOND, -1, 0, 0, 1, 400, SECOND, 3 * SECOND)  # us from now
+OF_A_PAUSE = (*[us + beside for us in (PAUSE_LOOKED_AT, PAUSE_KEEPS) for beside in (-1, 0, 1)], 2 * HOUR)
+NO_TERMS = ("", "free", "\n", "Pause {} -", "pause soon -", " pause {} -", "pause -{} -", "pause {}",
+            "pause 9{}999 -", "limit {} 0", "limit {} 101", "limit {} 2/7", "rate {} 7", "rate {} 0/7",
+            "rate {} 12345/7", "rate {} 1/9" + 20 * "9")  # fmt: skip
 LONG = (3_000 * SECOND, 8_000 * SECOND)  # us: less than an hour, and more
 
 
@@ -126,6 +131,11 @@ def _later(call: Call, us: int) -> Call:
     def text(known: str) -> str:
         return re.sub(r"(?<=^@)\d+|(?<=\|)\d+(?=\|)", lambda found: str(int(found[0]) + us), known)
 
+    def live(known: str) -> str:
+        return re.sub(
+            r"(?m)(?<=^.{4} )\d{16}|(?<=^.{5} )\d{16}", lambda found: str(int(found[0]) + us), known
+        )
+
     store = call.store
     for number in range(1 + len(store.others)):
         store = at(moved(at(store, number)), number)
@@ -133,6 +143,7 @@ def _later(call: Call, us: int) -> Call:
         mark=store.mark and store.mark._replace(expiry=ms(store.mark.expiry)),
         done=store.done and store.done._replace(expiry=ms(store.done.expiry)),
         newest=store.newest and store.newest._replace(expiry=ms(store.newest.expiry)),
+        terms=store.terms and Mark(live(store.terms.task_id), ms(store.terms.expiry)),
         starts=Starts(
             tuple((began + us, number, fence) for began, number, fence in store.starts.times),
             ms(store.starts.expiry),
@@ -143,6 +154,8 @@ def _later(call: Call, us: int) -> Call:
     place = PLACE_OF_A_TIME.get(call.name)
     if place is not None and call.told[place] not in ("", "0"):
         call = _with(call, {place: int(call.told[place]) + us})
+    if (place := PLACES.get(call.name)) is not None and place < len(call.told):
+        call = _with(call, {place: live(call.told[place])})
     return call._replace(store=store, now=call.now + us)
 
 
@@ -171,7 +184,7 @@ def _one_permit_each(store: Store, now: int) -> Store:
 
 def _at_a_boundary(call: Call, draw: random.Random) -> Call:
     """At the moment at which something ends, or a microsecond beside it."""
-    period = pace_of(_terms_of(call))[1]
+    period = pace_of(terms_of(call).counts)[1]
     part = draw.choice([each for each in (call.told, *call.store) if each])
     moments = [
         moment
@@ -181,12 +194,6 @@ def _at_a_boundary(call: Call, draw: random.Random) -> Call:
         if abs(moment - call.now) < HOUR
     ]  # fmt: skip
     return call._replace(now=draw.choice(moments) + draw.choice((-1, 0, 0, 1))) if moments else call
-
-
-def _terms_of(call: Call) -> str:
-    place = PLACE_OF_TERMS.get(call.name)
-    is_told = place is not None and call.told[place : place + 1] not in ((), ("0",))
-    return call.told[place] if is_told else terms_in(call.store)
 
 
 def _count(call: Call) -> int:
@@ -335,10 +342,9 @@ def _terms(call: Call, draw: random.Random) -> Call:
         highest = max(limit, pick((*[limit, count] * 6, count, count + 1, 150)))
         known = f"{highest} {pick((terms, f'{limit}'))}"
         store = store._replace(known=None if known == "1 1" else Known(known, pick(LEASES)))
-    place = PLACE_OF_TERMS.get(call.name)
+    place = PLACES.get(call.name)
     if call.name == "release":
         place = place if STARTS in call.keys else None
-        terms = terms if ":" in terms else f"{terms}:{many}/{period}"
     if place is not None and (call.name != "acquire" or "#" in call.verb):
         is_known = call.name in ("acquire", "release")
         call = _with(call, {place: terms if is_known else pick(("0", "0", terms, "1"))})
@@ -351,6 +357,35 @@ def _terms(call: Call, draw: random.Random) -> Call:
         lasts = pick((period // MS, period // MS + 1, 2 * period // MS, 2 * period // MS + 2, 9_000_000))
         store = store._replace(starts=Starts(ordered, now // MS + lasts) if times else Starts())
     return call._replace(store=store)
+
+
+def _live(call: Call, draw: random.Random) -> Call:
+    """The key has live terms, and so has its task; they may be over; or the key is foreign."""
+    if TERMS not in call.keys:
+        return call
+    mark = Mark(_live_terms(call, draw), call.now // MS + draw.choice(LEASES))
+    mark = mark._replace(task_id=NOT_A_STRING) if draw.random() < 0.05 else mark
+    call = call._replace(store=call.store._replace(terms=None if draw.random() < 0.3 else mark))
+    place, may_be_told = PLACES[call.name], STARTS in call.keys or call.name == "park"
+    if may_be_told and draw.random() < 0.6:
+        call = _with(call, {place: f"{call.told[place]}\n{_live_terms(call, draw)}"})
+    return call
+
+
+def _live_terms(call: Call, draw: random.Random) -> str:
+    """Some terms, which end now or then, and what is none."""
+    pick, count = draw.choice, _count(call)
+    values = {
+        "pause": "-",
+        "limit": pick((1, 2, 3, count, count, count + 1, 100)),
+        "rate": f"{pick((1, 2, 3))}/{pick((pace_of(terms_of(call).counts)[1] or 1_500, *PERIODS))}",
+    }
+    names = draw.sample(("pause", "limit", "rate"), pick((1, 1, 2, 3)))
+    lines = [f"{name} {call.now + pick((*BESIDE, *OF_A_PAUSE))} {values[name]}" for name in names]
+    lines = [line + pick(("", " {}", ' {"because":"pause 1 -"}')) for line in lines]
+    if draw.random() < 0.2:
+        lines.insert(draw.randrange(3), pick(NO_TERMS).format(call.now + SECOND))
+    return "\n".join(lines)
 
 
 def _told(call: Call, draw: random.Random) -> Call:
@@ -368,6 +403,9 @@ def _told(call: Call, draw: random.Random) -> Call:
             more = (pair(number) for number in range(draw.choice((1, 2, 3))) if pair(number) != call.keys[:2])
             call = call._replace(keys=(*call.keys, STARTS, *chain.from_iterable(more)))
             call = call._replace(told=(*call.told, f"3:{draw.choice((1, 2))}/{draw.choice(PERIODS)}"))
+        else:
+            call = call._replace(told=(*call.told, draw.choice("123")))
+        call = call._replace(told=(*call.told, str(number_of(call))))
     if call.name == "forget":
         call = call._replace(keys=(DONE, RECORD, *others(draw.choice((1, 2, 3)))[1::2]))
     places = draw.sample(sorted(words), draw.choice((1, len(words), len(words))))
@@ -416,16 +454,16 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
 
 
 CHANGES: dict[str, tuple[Callable[[Call, random.Random], Call], ...]] = {
-    "acquire": (_told, _permits, _line, _marks, _ticket, _terms),
+    "acquire": (_told, _permits, _line, _marks, _ticket, _terms, _live),
     "renew": (_told, _permits, _terms),
     "hold": (_told, _permits, _terms),
-    "release": (_told, _permits, _line, _marks, _terms),
+    "release": (_told, _permits, _line, _marks, _terms, _live),
     "free": (_told, _permits, _terms),
-    "look": (_told, _permits, _line, _marks, _terms),
+    "look": (_told, _permits, _line, _marks, _terms, _live),
     "mark": (_told, _permits, _line, _marks),
     "if_same": (_told, _marks),
     "forget": (_told, _permits, _marks),
-    "serve": (_told, _permits, _line, _terms),
-    "park": (_told, _permits, _line, _ticket, _terms),
-    "leave": (_told, _permits, _line, _ticket, _terms),
+    "serve": (_told, _permits, _line, _terms, _live),
+    "park": (_told, _permits, _line, _ticket, _terms, _live),
+    "leave": (_told, _permits, _line, _ticket, _terms, _live),
 }

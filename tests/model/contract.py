@@ -14,11 +14,12 @@ from tests.model.lock import Call
 from tests.model.permits import at, permit_in, said_of
 from tests.model.rules import is_stale, rule_of, word_of
 from tests.model.store import MS, NOT_A_STRING, NUMBER, Record, Store, seconds, task_of, up
+from tests.model.terms import of_key, terms_of
 from tests.simulation.scripts import Script
 from tests.simulation.server import COMMANDS, Entry, Reply, Server, ServerError
 
 KNOWN_WORDS = {
-    "acquire": "acquired again resumed taken_over held paced stale line more FOREIGNRECORD",
+    "acquire": "acquired again resumed taken_over held paced paused stale line more FOREIGNRECORD",
     "renew": "renewed repaired gone lost",
     "release": "released resting repaired held_for_retry gone lost",
     "hold": "held_for_retry released resting handed failed gone lost",
@@ -154,8 +155,8 @@ def expires(script: Script, call: Call, found: Played) -> bool:
             if (new.value, new.expiry, new.record_expiry) != (seconds(record.deadline), expiry, expiry):
                 return False
             lasts = after.known is None or now_ms + after.known.lease + 1 >= (expiry or 0)
-            asks_soon = call.name == "serve" or found.word == "paced"  # and says how many permits there are
-            if number and not lasts and not asks_soon:
+            asks_soon = call.name == "serve" or found.word in grants.PUT_OFF
+            if number and not lasts and not asks_soon:  # those say how many permits there are
                 return False
         elif call.name in ("release", "serve", "free"):
             remember = int(told[1] if call.name == "free" else told[2])
@@ -216,12 +217,13 @@ def _tells_acquire(call: Call, word: str, reply: list[Any], after: Store) -> boo
     number = permit_in(reply)
     old, new = at(call.store, number), at(after, number)
     mark = call.store.mark.task_id if has_line and call.store.mark else None
+    mark = {"paced": terms_of(call).counts, "paused": of_key(call.store) or ""}.get(word, mark)
     waits = str(len(waiting(call.store))) if has_line else "0"
     if (int(reply[3]), reply[6], str(reply[7])) != (call.now, mark, waits):
         return False
     if word == "stale":
         return True
-    if word == "paced":
+    if word in grants.PUT_OFF:
         return (
             reply[5] in (None, said_of(old, call.now), said_of(new, call.now))
             and int(reply[2]) == old.holder.fence
@@ -400,7 +402,7 @@ def is_the_same_again(script: Script, call: Call, found: Played) -> bool:
 
     But a lock that is held for a retry is held for longer each time that this may not start yet.
     """
-    if found.error or found.word == "paced" or call.name == "free":
+    if found.error or found.word in grants.PUT_OFF or call.name == "free":
         return True
     if call.name == "serve" and found.word == "empty":
         return True  # of several that were handed over in vain the next is served

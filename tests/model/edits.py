@@ -68,7 +68,7 @@ def permits_last(store: Store, ms: int) -> Store:
 def starts_last(store: Store, terms: str, now_ms: int) -> Store:
     """The starts are kept for another two periods, if they would not last for one."""
     starts, ms = store.starts, up(pace_of(terms)[1], MS)
-    if not starts.times or (starts.expiry is not None and starts.expiry - now_ms >= ms):
+    if not ms or not starts.times or (starts.expiry is not None and starts.expiry - now_ms >= ms):
         return store
     return store._replace(starts=starts._replace(expiry=now_ms + 2 * ms))
 

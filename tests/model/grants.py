@@ -13,6 +13,7 @@ from tests.model.edits import (
     line_lasts,
     out_of_line,
     permits_in,
+    starts_last,
     with_call,
     without_calls,
 )
@@ -47,12 +48,14 @@ from tests.model.store import (
     task_of,
     up,
 )
+from tests.model.terms import PAUSE_KEEPS, terms_of
 from tests.simulation.scripts import Script
 
 if TYPE_CHECKING:
     from tests.model.contract import Played
 
 GRANTED = ("acquired", "resumed", "taken_over")
+PUT_OFF = ("paced", "paused")
 HOUR = 3_600 * SECOND
 STARTS_KEPT = 1_100
 
@@ -127,7 +130,7 @@ def rank_of(call: Call, caller: Caller, permit: Store) -> int:
 
 def choice_of(call: Call, caller: Caller) -> Choice:
     """The permit that fits best; beyond the limit only one that is the caller's."""
-    limit = limit_of(call.told[10])
+    limit = limit_of(terms_of(call).counts)
     ranked = (
         Choice(rank_of(call, caller, permit), ends(permit, call.now), number)
         for number, permit in enumerate(permits_in(call))
@@ -136,8 +139,8 @@ def choice_of(call: Call, caller: Caller) -> Choice:
 
 
 def is_about_a_permit(call: Call, found: Played) -> bool:
-    """Whether an acquire has chosen among several permits."""
-    return call.verb == "acquire#" and not found.error and found.word not in ("stale", "more")
+    """Whether an acquire has chosen a permit."""
+    return call.name == "acquire" and not found.error and found.word not in ("stale", "more")
 
 
 def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
@@ -147,7 +150,7 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     """
     if not is_about_a_permit(call, found):
         return True
-    choice, reply = choice_of(call, caller_of(call)), found.words
+    choice, reply, terms = choice_of(call, caller_of(call)), found.words, terms_of(call).counts
     permits = permits_in(call)
     if permit_in(reply) != choice.number or (len(reply) > 8) != (len(reply) > 4 and len(permits) > 1):
         return False
@@ -158,9 +161,9 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     if any(permit.value == NOT_A_STRING for permit in permits):
         return True  # whether that is free is not asked of all
     longest = min(held, key=lambda n: permits[n].holder.since, default=None)
-    spare = sum(n < limit_of(call.told[10]) and n != choice.number for n in free)
+    spare = sum(n < limit_of(terms) and n != choice.number for n in free)
     promised = sum(is_to_come(permit, call.now) for n, permit in enumerate(permits) if n != choice.number)
-    if earliest_start(found.after.starts, call.told[10], call.now, promised, AHEAD):
+    if earliest_start(found.after.starts, terms, call.now, promised, AHEAD):
         spare = 0
     if longest is None:
         return (int(reply[9]), reply[10:]) == (spare, [None, None, "0"])
@@ -169,49 +172,52 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
 
 
 class Turn(NamedTuple):
-    """When the caller may start: 0 if now; and whether it has come too early even for one that is handed its
-    permit.
+    """When the caller may start: 0 if now; what it is told until then; and whether it has come too early even
+    for one that is handed its permit.
     """
 
-    till: int
-    is_early: bool
+    till: int = 0
+    word: str = ""
+    is_early: bool = False
 
 
 def turn_of(call: Call, caller: Caller, choice: Choice) -> Turn:
-    """When a caller may start under the permit that fits best. One that may not have it is not paced."""
+    """When a caller may start under the permit that fits best. One that may not have it is not put off."""
     permit = at(call.store, choice.number)
     if choice.rank == HELD or rule_of(call, permit) in ("held", "again"):
-        return Turn(0, False)
+        return Turn()
     promised = sum(is_to_come(each, call.now) for each in permits_in(call))
     if is_to_come(permit, call.now):
         promised -= 1
     elif caller.woken:
         promised = max(promised - 1, 0)
-    starts, terms = call.store.starts, call.told[10]
-    till = earliest_start(starts, terms, call.now, promised)
-    return Turn(till, choice.rank == ITS and till - AHEAD > call.now)
+    _, terms, paused = terms_of(call)
+    till = max(earliest_start(call.store.starts, terms, call.now, promised), paused)
+    word = "paused" if paused else "paced" if till else ""
+    return Turn(till, word, choice.rank == ITS and till - AHEAD > call.now)
 
 
 def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
-    """`paced` is said if, and only if, it is too early to start; and until when, and of which own lock."""
+    """`paced`, or `paused`, is said if, and only if, it is too early to start; and until when, and of which own
+    lock.
+    """
     if not is_about_a_permit(call, found):
         return True
     caller = caller_of(call)
     choice = choice_of(call, caller)
-    till = turn_of(call, caller, choice).till
-    if not till or found.word != "paced":
-        return (found.word == "paced") == bool(till)
-    reply = found.words
+    turn, reply = turn_of(call, caller, choice), found.words
+    if not turn.word or found.word != turn.word:
+        return not turn.word and found.word not in PUT_OFF
     old, new = at(call.store, choice.number), at(found.after, choice.number)
     is_own = choice.rank in (OWN, LAPSED)
     is_held = is_own and choice.rank == OWN and old.holder.state == "held_for_retry"
     record = said_of(new if is_held else old, call.now) if is_own else None
-    return (till, new.value if is_own else None, record) == (int(reply[1]), reply[4], reply[5])
+    return (turn.till, new.value if is_own else None, record) == (int(reply[1]), reply[4], reply[5])
 
 
 def nobody_passes_the_line(script: Script, call: Call, found: Played) -> bool:
     """`line` is said to who would pass others that wait: for a lock that nobody living has."""
-    if call.name != "acquire" or found.error or found.word in ("stale", "more", "paced"):
+    if call.name != "acquire" or found.error or found.word in ("stale", "more", *PUT_OFF):
         return True
     caller = caller_of(call)
     number = choice_of(call, caller).number if call.verb == "acquire#" else 0
@@ -232,28 +238,27 @@ def says_when_it_ends(script: Script, call: Call, found: Played) -> bool:
 
 def _after_acquire(call: Call, found: Played) -> Store:
     """How many permits are known, and what comes of a grant, a pace, or a place in line to ask again."""
-    store, caller, number = before(call), caller_of(call), 0
+    store, caller = before(call), caller_of(call)
     if found.word in ("stale", "more"):
         return store
-    choice = Choice(FREE, 0, 0)
+    choice = choice_of(call, caller)
     if call.verb == "acquire#":
-        choice = choice_of(call, caller)
-        store, number = _permits_known(call, store, choice, found.after), choice.number
-    if found.word == "paced":
+        store = _permits_known(call, store, choice, found.after)
+    if found.word in PUT_OFF:
         return _after_pace(call, store, caller, choice)
     if found.word == "held" and call.told[7] != "0":
         return _after_lingering(call, store, caller)
-    return _after_grant(call, store, caller, number, found.word) if found.word in GRANTED else store
+    return _after_grant(call, store, caller, choice.number, found.word) if found.word in GRANTED else store
 
 
 def _permits_known(call: Call, store: Store, choice: Choice, after: Store) -> Store:
-    """How many permits are in use, and the terms: for as long as the caller's, and a minute at least."""
-    lease, retention, terms = int(call.told[1]), int(call.told[2]), call.told[10]
+    """How many permits are in use, and the own terms: for as long as the caller's, and a minute at least."""
+    lease, retention, (own, terms, _) = int(call.told[1]), int(call.told[2]), terms_of(call)
     highest = max(limit_of(terms), choice.number + 1, highest_used(call, after))
-    if highest <= 1 and terms == "1":
+    if highest <= 1 and own == "1":
         return store._replace(known=None)
     ms = 0 if choice.rank == HELD else up(lease, MS) + retention
-    text, old = f"{highest} {terms}", store.known
+    text, old = f"{highest} {own}", store.known
     if old is not None and old.text == text and old.lease >= ms:
         return store
     return store._replace(known=Known(text, max(old.lease if old else 0, ms, 60_000)))
@@ -261,19 +266,17 @@ def _permits_known(call: Call, store: Store, choice: Choice, after: Store) -> St
 
 def _after_pace(call: Call, store: Store, caller: Caller, choice: Choice) -> Store:
     """It is held for its retry for longer, or gives back what it was handed; the starts last for who asks."""
-    turn, retention = turn_of(call, caller, choice), int(call.told[2])
+    turn, retention, (_, terms, paused) = turn_of(call, caller, choice), int(call.told[2]), terms_of(call)
+    start = min(turn.till, call.now + PAUSE_KEEPS) if paused else turn.till
     permit = at(store, choice.number)
     record = permit.holder
     if turn.is_early:
         store = _handed_back(call, store, choice.number)
     elif choice.rank == OWN and record.state == "held_for_retry":
-        longer = min(record.deadline + turn.till - call.now, turn.till + HOUR)
+        longer = min(record.deadline + start - call.now, start + HOUR)
         moved = record._replace(deadline=max(record.deadline, longer))
         store = kept(store, choice.number, moved, retention)
-    starts, now_ms, ms = store.starts, call.now // MS, up(pace_of(call.told[10])[1], MS)
-    if starts.times and (starts.expiry is None or starts.expiry - now_ms < ms):
-        store = store._replace(starts=starts._replace(expiry=now_ms + 2 * ms))
-    return store
+    return starts_last(store, terms, call.now // MS)
 
 
 def _handed_back(call: Call, store: Store, number: int) -> Store:
@@ -321,7 +324,7 @@ def _after_grant(call: Call, store: Store, caller: Caller, number: int, word: st
 
 def _starts_after(call: Call, start: Start) -> Starts:
     """The starts with this one, without later ones, as far as the longest period asks for that is known."""
-    starts, period = call.store.starts, pace_of(call.told[10])[1]
+    starts, period = call.store.starts, pace_of(terms_of(call).counts)[1]
     if not period:
         return starts
     now_ms = call.now // MS

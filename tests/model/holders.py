@@ -19,8 +19,9 @@ from tests.model.edits import (
 from tests.model.layout import STARTS
 from tests.model.line import LOOKED_AT, Next, next_of, waiting
 from tests.model.lock import Call
-from tests.model.permits import AHEAD, at, earliest_start, is_to_come, said_of
+from tests.model.permits import AHEAD, at, earliest_start, is_to_come, limit_of, said_of
 from tests.model.store import MS, Mark, Store, task_of, up
+from tests.model.terms import looked_at, terms_of
 from tests.simulation.scripts import Script
 
 if TYPE_CHECKING:
@@ -35,17 +36,30 @@ def _may_hand_over(call: Call) -> bool:
     return len(call.keys) > 2 and call.told[4] != ""
 
 
-def _paced_till(call: Call) -> int:
-    """Until when the pace lets nobody start; 0 if one may. Who was handed another permit is to come."""
+def _is_within(call: Call) -> bool:
+    """Whether the permit is one of those that there are to be: one beyond them is handed to nobody."""
+    return int((*call.told, "0", "0")[7]) < limit_of(terms_of(call).counts)
+
+
+def _put_off_till(call: Call) -> int:
+    """Until when the pace, or a pause, lets nobody start; 0 if one may. Other permits that were handed count."""
+    _, terms, paused = terms_of(call)
     if STARTS not in call.keys:
-        return 0
+        return paused
     promised = sum(is_to_come(permit, call.now) for permit in permits_in(call))
-    return earliest_start(call.store.starts, call.told[6], call.now, promised, AHEAD)
+    return max(earliest_start(call.store.starts, terms, call.now, promised, AHEAD), paused)
+
+
+def _is_served_elsewhere(call: Call) -> bool:
+    """Whether there is a rate, and this script is not told of the starts."""
+    return STARTS not in call.keys and ":" in terms_of(call).counts
 
 
 def heir_in_line(call: Call, word: str) -> Next:
-    """Whom a release hands the lock to, unless it rests, or the pace lets nobody start."""
-    if not _may_hand_over(call) or word == "resting" or _paced_till(call):
+    """Whom a release hands the lock to, unless it rests, or nobody may start, as far as it knows."""
+    if not _may_hand_over(call) or word == "resting" or not _is_within(call):
+        return NOBODY
+    if _put_off_till(call) or _is_served_elsewhere(call):
         return NOBODY
     return next_of(waiting(call.store), dict(call.store.calls.fields), call.now, int(call.told[4]))
 
@@ -70,9 +84,9 @@ def _after_release(call: Call, found: Played) -> Store:
         store = out_of_line(kept(store, number, record, remember), heir.task)
     else:
         store = given_back(store, number, record._replace(state=found.word), now_ms + remember)
-    if found.word != "resting" and _may_hand_over(call) and store.line.places and _paced_till(call):
-        store = starts_last(store, call.told[6], now_ms)
-    if len(call.keys) > 5 and (deadline := at(store, number).holder.deadline):
+    if found.word != "resting" and _may_hand_over(call) and store.line.places and _put_off_till(call):
+        store = starts_last(store, terms_of(call).counts, now_ms)
+    if len(call.keys) > 6 and (deadline := at(store, number).holder.deadline):
         store = permits_last(store, up(deadline - call.now, MS) + remember)
     store = without_calls(out_of_line(store, *heir.gone), *heir.gone) if heir.gone else store
     return _marks_after_release(call, store, found)
@@ -87,7 +101,7 @@ def _marks_after_release(call: Call, store: Store, found: Played) -> Store:
     if again and store.mark is None:
         store = store._replace(mark=Mark(task, now_ms + again))
     was_running = at(call.store, number_of(call)).holder.state == "running"
-    if len(call.keys) > 6 and done_for and was_running and found.word != "gone":
+    if len(call.keys) > 7 and done_for and was_running and found.word != "gone":
         store = store._replace(done=Mark(call.told[0], now_ms + done_for))
     return store
 
@@ -95,7 +109,8 @@ def _marks_after_release(call: Call, store: Store, found: Played) -> Store:
 def says_more_only_if_there_is(script: Script, call: Call, found: Played) -> bool:
     """A release says one word alone if there is nothing to tell; else also when to look at the line.
 
-    That is when it has rested, or one more may start; at once, if all that it has looked at are gone.
+    That is when it has rested, or one more may start; at once, if all that it has looked at are gone, or it
+    does not know how many have started.
     """
     if call.name != "release" or found.error or found.word == "lost":
         return True
@@ -104,16 +119,16 @@ def says_more_only_if_there_is(script: Script, call: Call, found: Played) -> boo
         at(call.store, number_of(call)).holder,
     )
     heir, look = heir_in_line(call, found.word), ""
-    if record.state == "handed":
+    if record.state == "handed" or not (_is_resent(call) or _is_within(call)):
         waits = False
     elif _is_resent(call):
         look = "" if record.state == "held_for_retry" or STARTS not in call.keys else str(call.now)
         look = str(record.deadline) if record.state == "resting" else look
     elif found.word == "resting":
         look = call.told[1]
-    elif _paced_till(call):
-        look = str(_paced_till(call))
-    elif heir.task is None and len(heir.gone) == LOOKED_AT:
+    elif till := _put_off_till(call):
+        look = str(looked_at(till, terms_of(call).paused, call.now))
+    elif _is_served_elsewhere(call) or (heir.task is None and len(heir.gone) == LOOKED_AT):
         look = str(call.now)
     look = look if waits else ""
     if len(found.words) == 1:

@@ -54,7 +54,7 @@ def _entries(store: Store, now_ms: int) -> Iterator[tuple[bytes, Entry]]:
             yield lock, _text(permit.value, permit.expiry)
         if permit.record is not None:
             yield record, _text(str(permit.record), permit.record_expiry)
-    for name, mark in ((MARK, store.mark), (DONE, store.done), (NEWEST, store.newest)):
+    for name, mark in ((MARK, store.mark), (DONE, store.done), (NEWEST, store.newest), (TERMS, store.terms)):
         if mark is not None:
             yield name, _text(mark.task_id, mark.expiry)
     if store.line.places:
@@ -86,7 +86,7 @@ def read_back(keys: Mapping[bytes, Entry], now_ms: int) -> Store:
     for name in [name for name, entry in rest.items() if entry.expiry is not None and entry.expiry < now_ms]:
         del rest[name]  # nobody has asked for it since it expired
     first, *others = [_permit(rest, number) for number in range(_highest(rest) + 1)]
-    mark, done, newest = (_mark(rest.pop(name, None)) for name in (MARK, DONE, NEWEST))
+    mark, done, newest, terms = (_mark(rest.pop(name, None)) for name in (MARK, DONE, NEWEST, TERMS))
     line, calls, starts = Line(), Calls(), Starts()
     if entry := rest.pop(LINE, None):
         line = Line(tuple((int(at), task.decode()) for at, task in entry.value), _lease(entry, now_ms))
@@ -104,7 +104,7 @@ def read_back(keys: Mapping[bytes, Entry], now_ms: int) -> Store:
         assert name.startswith(b"ticket:"), name
         entry = rest[name]
         tickets.append((name[7:].decode(), Ticket(entry.value.decode(), _lease(entry, now_ms))))
-    about = mark, line, calls, tuple(tickets), trimmed(others), known, done, starts, newest
+    about = mark, line, calls, tuple(tickets), trimmed(others), known, done, starts, newest, terms
     return Store(*first, *about)
 
 

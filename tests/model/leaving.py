@@ -28,10 +28,10 @@ from tests.model.permits import (
     is_to_come,
     limit_of,
     speaks_of_its_value,
-    terms_in,
 )
 from tests.model.rules import is_anothers
 from tests.model.store import MS, NOT_A_STRING, Store, Ticket, up
+from tests.model.terms import looked_at, terms_of
 from tests.simulation.scripts import Script
 
 if TYPE_CHECKING:
@@ -98,12 +98,12 @@ def _stays(call: Call, store: Store, task: str) -> Store:
 
 def _handed_on(call: Call, store: Store, number: int) -> LeaveReply:
     """The permit is the next one's, if it is within the limit and one more may start; or else nobody's."""
-    terms = call.told[7] if call.told[7] != "0" else terms_in(call.store)
+    _, terms, paused = terms_of(call)
     promised = sum(is_to_come(permit, call.now) for n, permit in enumerate(permits_in(call)) if n != number)
-    start = earliest_start(call.store.starts, terms, call.now, promised, AHEAD)
+    start = max(earliest_start(call.store.starts, terms, call.now, promised, AHEAD), paused)
     record, now_ms, look = at(store, number).holder._replace(token=call.told[5]), call.now // MS, ""
     if start:
-        store, look = starts_last(store, terms, now_ms), str(start)
+        store, look = starts_last(store, terms, now_ms), str(looked_at(start, paused, call.now))
     elif number < limit_of(terms):
         heir = next_of(waiting(store), dict(store.calls.fields), call.now, int(call.told[6]))
         store = without_calls(out_of_line(store, *heir.gone), *heir.gone) if heir.gone else store

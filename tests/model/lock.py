@@ -155,20 +155,23 @@ class Lock:
         count: int = 1,
     ) -> Answer:
         """lua/release.lua; `again`: the milliseconds for which it marks the key; `done_for`: for which it
-        notes the success. The reply ends with whether the script has said the word alone.
+        notes the success; `terms`: '' if they are plain. The reply ends with whether the script has said the
+        word alone.
         """
+        is_paced = ":" in terms or "\n" in terms
         keys = pair(permit)
         if line or again or done_for or permit:
             keys += (LINE, CALLS, TERMS, MARK)
-        if permit or done_for or terms:
+        if permit or done_for or is_paced:
             keys += (PERMITS,)
-        if done_for or terms:
+        if done_for or is_paced:
             keys += (DONE,)
         told: tuple[object, ...] = (token, rest_until, remember, again, hand_over, done_for)
-        if terms:
+        if permit or terms:
+            told += (terms or "1", permit)
+        if is_paced:
             others_of = (pair(number) for number in range(count) if number != permit)
             keys += (STARTS, *chain.from_iterable(others_of))
-            told += (terms, permit)
         after, reply = self._run("release", store, now, keys, *told)
         if len(reply) == 1:
             return after, (*reply, str(now), store.value, None, None, "", True)

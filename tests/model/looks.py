@@ -20,6 +20,7 @@ from tests.model.permits import (
 )
 from tests.model.rules import word_of
 from tests.model.store import MS, NOT_A_STRING, Mark, Record, Store, seconds, task_of
+from tests.model.terms import of_key, terms_of
 from tests.simulation.scripts import Script
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def tells_all_there_is(script: Script, call: Call, found: Played) -> bool:
 
 def _told_of(call: Call) -> list[Any]:
     store, now, most = call.store, call.now, int(call.told[3])
-    terms = call.told[0] if call.told[0] != "0" else terms_in(store)
+    _, terms, paused = terms_of(call)
     permits = permits_in(call)
     promised, times = sum(is_to_come(permit, now) for permit in permits), store.starts.times
     (count, period), next_start = pace_of(terms), earliest_start(store.starts, terms, now, promised)
@@ -51,8 +52,8 @@ def _told_of(call: Call) -> list[Any]:
     told = [each for number, permit in enumerate(permits) for each in _permit(number, permit, now)]
     return [
         now,
-        *_word_of(call, terms, next_start),
-        next_start,
+        *_word_of(call, next_start, paused),
+        max(next_start, paused),
         *_duplicate_of(call),
         terms_in(store),
         starts,
@@ -61,6 +62,8 @@ def _told_of(call: Call) -> list[Any]:
         *_mark(store.mark, now),
         *_mark(store.done, now),
         *_mark(store.newest, now),
+        of_key(store),
+        terms,
         _wait_of(call),
         len(permits),
         len(told),
@@ -79,9 +82,9 @@ def _wait_of(call: Call) -> int:
     return max(0, min(quiet, first + most - call.now) if first else quiet)
 
 
-def _word_of(call: Call, terms: str, next_start: int) -> tuple[str, int]:
+def _word_of(call: Call, next_start: int, paused: int) -> tuple[str, int]:
     """What a call would be told that has no place in the line and no permit, and of which permit."""
-    told = (NOBODY, "1", "1", "", call.told[2], "-", "0", "0", "0", "0", terms, "0", "0")
+    told = (NOBODY, "1", "1", "", call.told[2], "-", "0", "0", "0", "0", call.told[0], "0", "0")
     keys = LOCK, RECORD, LINE, CALLS, MARK, b"ticket:", PERMITS, TERMS, STARTS
     asks = call._replace(verb="acquire#", keys=(*keys, *call.keys[len(KEYS) :]), told=told)
     choice = choice_of(asks, caller_of(asks))
@@ -89,8 +92,8 @@ def _word_of(call: Call, terms: str, next_start: int) -> tuple[str, int]:
         return "refused", choice.number
     if choice.rank == HELD:
         return "held", choice.number
-    if next_start:
-        return "paced", choice.number
+    if paused or next_start:
+        return "paused" if paused else "paced", choice.number
     return ("line" if waiting(call.store) else _how(call, choice.rank, choice.number)), choice.number
 
 

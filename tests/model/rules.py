@@ -6,14 +6,15 @@ from collections.abc import Callable
 
 from tests.model.line import waiter
 from tests.model.lock import Call
-from tests.model.permits import at, highest_in
+from tests.model.permits import at
 from tests.model.store import NUMBER, SECOND, Store, seconds, task_of
+from tests.model.terms import needs_starts, permits_needed
 
 
 def word_of(call: Call, number: int) -> str | None:
     """What a script must say of a permit; None where that is for the explorations to say."""
     count = _count_of(call)
-    if count is not None and highest_in(call.store)[0] > count:
+    if count is not None and (permits_needed(call) > count or needs_starts(call)):
         return "more"
     rule = _RULES.get(call.name)
     return rule(call, at(call.store, number)) if rule else None

@@ -29,8 +29,8 @@ NOBODY = Record("", 0, 0, "", 0)
 
 
 class Mark(NamedTuple):
-    """A queued call, one that has succeeded, or what is known of the newest: its task id, its token, or that
-    text; and the millisecond at which the key expires (None: never).
+    """A queued call, one that has succeeded, what is known of the newest, or live terms: its task id, its token,
+    or that text; and the millisecond at which the key expires (None: never).
 
     The task id is NOT_A_STRING if a foreign program made a list of the key.
     """
@@ -128,6 +128,7 @@ class Store(NamedTuple):
     done: Mark | None = None
     starts: Starts = Starts()
     newest: Mark | None = None
+    terms: Mark | None = None
 
     @property
     def holder(self) -> Record:
@@ -154,6 +155,8 @@ def purge(store: Store, now: int) -> Store:
         left = left._replace(done=None)
     if left.newest is not None and left.newest.expiry is not None and now_ms > left.newest.expiry:
         left = left._replace(newest=None)
+    if left.terms is not None and left.terms.expiry is not None and now_ms > left.terms.expiry:
+        left = left._replace(terms=None)
     if left.starts.expiry is not None and now_ms > left.starts.expiry:
         left = left._replace(starts=Starts())
     if not store.others:

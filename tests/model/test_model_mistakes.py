@@ -47,6 +47,7 @@ OF_SCENARIOS = [
         "token ~= '' and p.token == token",
         "token ~= ''",
     ),
+    ("line of permits, limits that differ", "release", "number < limit_of(terms)", "true"),
 ]
 
 

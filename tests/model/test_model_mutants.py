@@ -19,7 +19,7 @@ from tests.model.explorer import (
     assert_broken,
     spinning,
 )
-from tests.model.scenarios import ALONE, DOWN, ONE, RAISED, SHORT, SWEPT, TWO
+from tests.model.scenarios import ALONE, ONE, RAISED, SHORT, SWEPT, TWO
 from tests.model.store import MS, Answer, Mark, Record, Start, Store
 from tests.model.waiters import (
     ORIGINAL,
@@ -28,7 +28,6 @@ from tests.model.waiters import (
     Scene,
     Waiters,
     at_most_once,
-    beyond_drains,
     is_paced,
     line_moves,
     passed_over_unwoken,
@@ -335,8 +334,6 @@ OF_WORKERS: dict[str, tuple[Property | str, str, dict[str, Any]]] = {
     "left without waking the next": (LOST, "abc", {"revokes": 1, "wakes_next": no, **ALONE}),
     "backend not asked": (at_most_once, "ab", {"late": "a", "seconds": 1, "may_have_ended": no}),
     "sweep hands out one permit": (serves_all, "abcd", {"slots": 4, "serves_again": no, **RAISED, **SWEPT}),
-    "permit beyond the limit handed over by its holder": (beyond_drains, "abcd",
-        {"slots": 4, "may_hand_over": yes, **DOWN, **ALONE}),
     "parked beside a free permit without a second look": (line_moves, "abc",
         {"slots": 3, "is_free": no, **TWO, **ALONE}),
     "left a permit without waking the next": (line_moves, "abcd",

@@ -17,7 +17,6 @@ from tests.model.permits import (
     earliest_start,
     ends,
     heir_of,
-    highest_in,
     is_to_come,
     limit_of,
     pace_of,
@@ -39,6 +38,7 @@ from tests.model.store import (
     task_of,
     up,
 )
+from tests.model.terms import looked_at, needs_starts, permits_needed, terms_of
 
 if TYPE_CHECKING:
     from tests.model.contract import Clause, Played
@@ -53,14 +53,8 @@ def _pair_of(permit: Store, now: int) -> list[str | None]:
     return [permit.value, said_of(permit, now)]
 
 
-def _terms_of(call: Call) -> str:
-    """The terms that a call is told, or else those that are known."""
-    terms = call.told[{"park": 6, "serve": 7}[call.name]]
-    return terms if terms != "0" else terms_in(call.store)
-
-
 def _limit_of(call: Call) -> int:
-    return limit_of(_terms_of(call))
+    return limit_of(terms_of(call).counts)
 
 
 def _is_live(permit: Store, now: int) -> bool:
@@ -83,10 +77,9 @@ def _best(call: Call, rank_of: Callable[[Store], int]) -> int:
 
 
 def _noted(call: Call, ms: int, after: Store) -> Known | None:
-    """What is known of the permits once a call's terms are noted: for so long; if it is new, for a minute."""
-    terms, known = _terms_of(call), call.store.known
-    highest = max(limit_of(terms), highest_used(call, after))
-    text, lease = f"{highest} {terms}", max(known.lease if known else 0, ms)
+    """What is known of the permits once own terms are noted: for so long; if it is new, for a minute."""
+    known, highest = call.store.known, max(_limit_of(call), highest_used(call, after))
+    text, lease = f"{highest} {terms_of(call).own}", max(known.lease if known else 0, ms)
     if text == "1 1":
         return None
     return Known(text, lease if known and known.text == text else max(lease, 60_000))
@@ -114,11 +107,11 @@ def touches_nothing_else(script: Script, call: Call, found: Played) -> bool:
 
 def asks_for_all_permits(script: Script, call: Call, found: Played) -> bool:
     """A script that is told of fewer permits than are in use says `more`, and how many; else it does not."""
-    highest = min(highest_in(call.store)[0], 100)
-    is_due = PERMITS in call.keys and highest > len(permits_in(call))
-    if call.name in TURNS and is_due != (found.word == "more"):
+    needed = permits_needed(call)
+    is_due = PERMITS in call.keys and (needed > len(permits_in(call)) or needs_starts(call))
+    if call.name in (*TURNS, "acquire", "leave") and not found.error and is_due != (found.word == "more"):
         return False
-    return found.word != "more" or found.words == ["more", str(highest)]
+    return found.word != "more" or found.words == ["more", str(needed)]
 
 
 def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
@@ -224,7 +217,7 @@ def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
         service = _service_of(call) if call.name == "serve" else None
         if service is None:
             known = _noted(call, int(call.told[5]), found.after)
-        elif service.heir is not None and _terms_of(call) != terms_in(call.store):
+        elif service.heir is not None and terms_of(call).own != terms_in(call.store):
             known = _noted(call, up(service.until - call.now, MS) + int(call.told[2]), found.after)
     return found.after.known == known
 
@@ -315,7 +308,7 @@ def _service_of(call: Call) -> Service:
     if not service.is_due:
         return service
     service = service._replace(in_vain=heir_of(permit))
-    if call.told[6] or number >= _limit_of(call) or _paced_till(call):
+    if call.told[6] or number >= _limit_of(call) or _put_off_till(call):
         return service  # nobody has it now
     places, calls = _stand(call, service.in_vain)
     heir, until, gone = next_of(_in_order(places), calls, call.now, int(call.told[1]))
@@ -350,8 +343,8 @@ def _stand(call: Call, in_vain: str | None) -> tuple[dict[str, int], dict[str, s
     return places, calls
 
 
-def _paced_till(call: Call) -> int:
-    """Until when the pace lets nobody start; 0 if one may.
+def _put_off_till(call: Call) -> int:
+    """Until when the pace, or a pause, lets nobody start; 0 if one may.
 
     A start counts for a period. A permit that is kept for a task counts as a start, but for the one that this
     service takes back or has handed over.
@@ -359,7 +352,8 @@ def _paced_till(call: Call) -> int:
     number, permits = _served(call), permits_in(call)
     is_again = _is_kept(call, permits[number]) or _is_given_up(call, permits[number])
     promised = sum(is_to_come(permit, call.now) for permit in permits) - is_again
-    return earliest_start(call.store.starts, _terms_of(call), call.now, promised, AHEAD)
+    _, terms, paused = terms_of(call)
+    return max(earliest_start(call.store.starts, terms, call.now, promised, AHEAD), paused)
 
 
 def _starts_that_count(call: Call, period: int) -> list[int]:
@@ -405,12 +399,12 @@ def serves_the_first_in_line(script: Script, call: Call, found: Played) -> bool:
 
 
 def keeps_the_starts_that_are_asked_for(script: Script, call: Call, found: Played) -> bool:
-    """The starts stay. If the pace lets nobody start, they are kept for another two periods."""
+    """The starts stay. If nobody may start, they are kept for another two periods."""
     if not _is_served(call, found):
         return True
     starts, now_ms = call.store.starts, call.now // MS
-    ms = up(pace_of(_terms_of(call))[1], MS)
-    if starts.expiry is not None and _paced_till(call) and starts.expiry < now_ms + ms:
+    ms = up(pace_of(terms_of(call).counts)[1], MS)
+    if ms and starts.expiry is not None and _put_off_till(call) and starts.expiry < now_ms + ms:
         starts = starts._replace(expiry=now_ms + 2 * ms)
     return found.after.starts == starts
 
@@ -465,9 +459,10 @@ def _looks(call: Call, after: Store) -> Iterator[int]:
         yield now
     if not waiting(after):
         return
-    paced = _paced_till(call)
-    yield from [paced] if paced else _starts_that_count(call, pace_of(_terms_of(call))[1])
-    if not paced and any(ends(permit, now) == 0 for n, permit in others if n < _limit_of(call)):
+    _, terms, paused = terms_of(call)
+    till = _put_off_till(call)
+    yield from [looked_at(till, paused, now)] if till else _starts_that_count(call, pace_of(terms)[1])
+    if not till and any(ends(permit, now) == 0 for n, permit in others if n < _limit_of(call)):
         yield now
 
 

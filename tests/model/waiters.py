@@ -613,10 +613,9 @@ class Waiters:
         yield from self._releases(scene, process, START + LEASE if self.rests else 0)
 
     def _releases(self, scene: Scene, process: Process, rest_until: int = 0) -> Iterator[Step]:
-        about: dict[str, Any] = {"token": process.token, "rest_until": rest_until}
-        about["hand_over"] = LEASE if self.may_hand_over(process) else ""
+        about = {"token": process.token, "rest_until": rest_until, "hand_over": LEASE}
         about |= {"permit": process.permit} if process.permit else {}
-        about |= self.told(scene.store, process.message.task, limit=True) if self.pace else {}
+        about |= self.told(scene.store, process.message.task, limit=True)
         after, reply = _answered(scene, self.release, **about, remember=REMEMBER_MS, line=True)
         heir, call, look = reply[3:6]
         after = _noted(after) if look else after
@@ -625,10 +624,6 @@ class Waiters:
         else:
             after = self._finished(after, process)
         yield _event(process.message, "releases", "", reply), after
-
-    def may_hand_over(self, process: Process) -> bool:
-        """Whether a permit goes to the next in line: not one beyond the limit, which was lowered."""
-        return process.permit < self.limit_of(process.message.task)
 
     _frees = _releases  # a parent gives back what its dead child held
 
