@@ -66,7 +66,7 @@ PERIODS = (1, 1_500, 1_500_001, 2_000_500, 100_000_000, 7_200_000_001)
 BESIDE = (-5 * SECOND, -SECOND, -1, 0, 0, 1, 400, SECOND, 3 * SECOND)  # us from now
 OF_A_PAUSE = (*[us + beside for us in (PAUSE_LOOKED_AT, PAUSE_KEEPS) for beside in (-1, 0, 1)], 2 * HOUR)
 NO_TERMS = ("", "free", "\n", "Pause {} -", "pause soon -", " pause {} -", "pause -{} -", "pause {}",
-            "pause 9{}999 -", "limit {} 0", "limit {} 101", "limit {} 2/7", "rate {} 7", "rate {} 0/7",
+            "pause {}00 -", "limit {} 0", "limit {} 101", "limit {} 2/7", "rate {} 7", "rate {} 0/7",
             "rate {} 12345/7", "rate {} 1/9" + 20 * "9")  # fmt: skip
 LONG = (3_000 * SECOND, 8_000 * SECOND)  # us: less than an hour, and more
 
@@ -132,9 +132,7 @@ def _later(call: Call, us: int) -> Call:
         return re.sub(r"(?<=^@)\d+|(?<=\|)\d+(?=\|)", lambda found: str(int(found[0]) + us), known)
 
     def live(known: str) -> str:
-        return re.sub(
-            r"(?m)(?<=^.{4} )\d{16}|(?<=^.{5} )\d{16}", lambda found: str(int(found[0]) + us), known
-        )
+        return re.sub(r"(?m)^([a-z]+) (\d{16})", lambda found: f"{found[1]} {int(found[2]) + us}", known)
 
     store = call.store
     for number in range(1 + len(store.others)):
@@ -405,7 +403,7 @@ def _told(call: Call, draw: random.Random) -> Call:
             call = call._replace(told=(*call.told, f"3:{draw.choice((1, 2))}/{draw.choice(PERIODS)}"))
         else:
             call = call._replace(told=(*call.told, draw.choice("123")))
-        call = call._replace(told=(*call.told, str(number_of(call))))
+        call = call._replace(told=(*call.told, str(draw.choice((number_of(call), 0, 1, 2)))))
     if call.name == "forget":
         call = call._replace(keys=(DONE, RECORD, *others(draw.choice((1, 2, 3)))[1::2]))
     places = draw.sample(sorted(words), draw.choice((1, len(words), len(words))))

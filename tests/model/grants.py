@@ -198,9 +198,7 @@ def turn_of(call: Call, caller: Caller, choice: Choice) -> Turn:
 
 
 def starts_at_its_time(script: Script, call: Call, found: Played) -> bool:
-    """`paced`, or `paused`, is said if, and only if, it is too early to start; and until when, and of which own
-    lock.
-    """
+    """`paced` or `paused` is said if, and only if, it is too early; and until when, and of which own lock."""
     if not is_about_a_permit(call, found):
         return True
     caller = caller_of(call)

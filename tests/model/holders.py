@@ -42,7 +42,7 @@ def _is_within(call: Call) -> bool:
 
 
 def _put_off_till(call: Call) -> int:
-    """Until when the pace, or a pause, lets nobody start; 0 if one may. Other permits that were handed count."""
+    """Until when the pace, or a pause, lets nobody start; 0 if one may. Who was handed another is to come."""
     _, terms, paused = terms_of(call)
     if STARTS not in call.keys:
         return paused

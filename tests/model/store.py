@@ -29,7 +29,7 @@ NOBODY = Record("", 0, 0, "", 0)
 
 
 class Mark(NamedTuple):
-    """A queued call, one that has succeeded, what is known of the newest, or live terms: its task id, its token,
+    """A queued call, one that has succeeded, what is known of the newest, or live terms: a task id, a token,
     or that text; and the millisecond at which the key expires (None: never).
 
     The task id is NOT_A_STRING if a foreign program made a list of the key.

@@ -7,7 +7,7 @@ import pytest
 from tests.bounds import bound
 from tests.model.contract import KNOWN_WORDS, broken_clause
 from tests.model.lock import TEXTS, mistaken
-from tests.model.mutation import CHECKED, calls_of, equals, is_noticed, mutants_of
+from tests.model.mutation import CHECKED, FILES, Mutant, calls_of, equals, is_noticed, mutants_of
 from tests.model.scenarios import SCENARIOS
 from tests.simulation.scripts import script
 
@@ -49,6 +49,42 @@ OF_SCENARIOS = [
     ),
     ("line of permits, limits that differ", "release", "number < limit_of(terms)", "true"),
 ]
+OF_LIVE_TERMS = {
+    "acquire is not asked again for a live rate": ("permits", " or terms ~= '1' and not has_starts", ""),
+    "acquire does not see that there are live terms": ("acquire", "PERMITS, TERMS) > 0", "PERMITS) > 0"),
+    "a pause is ignored in acquire": ("acquire", "own, terms, paused = terms_of", "own, terms = terms_of"),
+    "a pause is ignored in serve": ("serve", "math.max(paused, pace", "math.max(0, pace"),
+    "a pause is ignored in release": ("release", "paused or 0)", "0)"),
+    "a pause is ignored in leave": ("leave", "pace_of(STARTS, terms), paused", "pace_of(STARTS, terms), 0"),
+    "a pause is ignored in look": ("look", "pace, paused, dead)", "pace, 0, dead)"),
+    "a woken call passes a pause": ("claim", "if paused > 0 then", "if paused > 0 and not call.woken then"),
+    "an heir passes a pause": ("claim", "if paused > 0 then", "if paused > 0 and p.kind ~= 'for me' then"),
+    "a retry passes a pause": ("claim", "if paused > 0 then", "if paused > 0 and p.kind ~= 'mine' then"),
+    "a pause is over before a later start": ("claim", "math.max(start, paused), seen", "paused, seen"),
+    "a pause is called a pace": ("claim", "p, 'paused', math", "p, 'paced', math"),
+    "a lock is held for its retry until a pause ends": (
+        "acquire", "math.min(start, now + PAUSE_KEEPS)", "start"),
+    "a paused line is not looked at until the pause ends": (
+        "terms", "return paused > 0 and math.min(start, now + 30000000) or start", "return start"),
+    "a term that has ended counts": ("terms", " and now < tonumber(till) then", " then"),
+    "a task's terms count above its key's": ("terms", "{of_task, of_key or ''}", "{of_key or '', of_task}"),
+    "a key's terms do not count": ("terms", "{of_task, of_key or ''}", "{of_task}"),
+    "a task's terms do not count": ("terms", "{of_task, of_key or ''}", "{of_key or ''}"),
+    "a key's pause ends its task's": ("terms", "math.max(paused, tonumber(till))", "tonumber(till)"),
+    "a limit of 0 counts": ("terms", "'^[1-9]%d?%d?$'", "'^%d%d?%d?$'"),
+    "a rate of 0 counts": ("terms", "'^[1-9]%d?%d?%d?/", "'^%d%d?%d?%d?/"),
+    "acquire notes a live limit": ("acquire", "p.number + 1), own, ms)", "p.number + 1), terms, ms)"),
+    "park notes a live limit": ("park", "seen.top, own, remember)", "seen.top, terms, remember)"),
+    "serve notes a live limit": ("serve", "seen.top, own, math", "seen.top, terms, math"),
+    "serve compares a live limit with what is noted": ("serve", "if own ~= terms_in", "if terms ~= terms_in"),
+    "release hands on a permit beyond a live limit": (
+        "release", "number < limit_of(terms)", "number < limit_of(own)"),
+    "release hands on whatever a live rate says": (
+        "release", "string.find(terms, ':') and not pace", "false"),
+    "leave hands on a permit beyond a live limit": (
+        "leave", "local _, terms, paused = terms_of", "local terms, _, paused = terms_of"),
+}  # fmt: skip
+"""By what is wrong then: a file, what it says, and what it would say."""
 
 
 @pytest.mark.timeout(400)
@@ -84,3 +120,13 @@ def test_mistake_in_a_script_is_found(scenario, verb, right, wrong):
     """By a scenario in which it makes a difference."""
     with mistaken(verb, right, wrong):
         assert SCENARIOS[scenario].explored().broken
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("mistake", OF_LIVE_TERMS)
+def test_mistake_about_live_terms_is_noticed(mistake):
+    """By the contract of a script."""
+    file, right, wrong = OF_LIVE_TERMS[mistake]
+    assert FILES[file].count(right) == 1
+    text = FILES[file].replace(right, wrong)
+    assert is_noticed(Mutant(file, "mistake", right, text, FILES[file].index(right)))
