@@ -21,6 +21,7 @@ from tests.model.layout import (
     MARK,
     PERMITS,
     RECORD,
+    SCOPES,
     STARTS,
     TERMS,
     others,
@@ -87,6 +88,12 @@ def explored_calls() -> dict[str, list[Call]]:
         for call in found[verb]:
             told = call.told[10], "", call.told[4], "9"
             found["look"][call._replace(verb="look", keys=(*LOOK, *more), told=told)] = None
+    for call in found["renew"]:
+        told = call.told[0], str(SECOND), "{}"
+        found["hold_back"][call._replace(verb="hold_back", keys=(*call.keys[:2], TERMS), told=told)] = None
+    for call in found["mark"]:
+        told = "", "pause", str(SECOND), "- {}"
+        found["change_terms"][call._replace(verb="change_terms", keys=(TERMS,), told=told)] = None
     for call in [call for call in found["acquire"] if call.store.holder.state == "handed"]:
         deleted = call.store._replace(value=None, expiry=None, line=Line(), mark=None, tickets=(), known=None)
         found["acquire"][call._replace(store=deleted)] = None  # by hand, before its heir has come
@@ -205,7 +212,7 @@ def _own(call: Call) -> tuple[str, list[str]]:
     who = call.told[0] if call.told else "a"
     if call.name == "serve":
         return call.told[5] or "a", [who, call.told[4] or "one"]
-    if call.name in ("acquire", "release", "renew", "hold", "forget"):
+    if call.name in ("acquire", "release", "renew", "hold", "forget", "hold_back"):
         task, attempt = task_of(who)
         tokens = [f"{task}|{max(attempt - 1, 0)}|9"] if task is not None else []
         return task or "a", [who, *tokens]
@@ -359,12 +366,16 @@ def _terms(call: Call, draw: random.Random) -> Call:
 
 def _live(call: Call, draw: random.Random) -> Call:
     """The key has live terms, and so has its task; they may be over; or the key is foreign."""
+    if SCOPES in call.keys:
+        texts = {scope: _live_terms(call, draw) for scope in draw.sample("abc", draw.choice((1, 2)))}
+        scopes = Calls(tuple(sorted(texts.items())), draw.choice(LEASES))
+        return call._replace(store=call.store._replace(scopes=scopes))
     if TERMS not in call.keys:
         return call
     mark = Mark(_live_terms(call, draw), call.now // MS + draw.choice(LEASES))
     mark = mark._replace(task_id=NOT_A_STRING) if draw.random() < 0.05 else mark
     call = call._replace(store=call.store._replace(terms=None if draw.random() < 0.3 else mark))
-    place, may_be_told = PLACES[call.name], STARTS in call.keys or call.name == "park"
+    place, may_be_told = PLACES.get(call.name, 0), STARTS in call.keys or call.name == "park"
     if may_be_told and draw.random() < 0.6:
         call = _with(call, {place: f"{call.told[place]}\n{_live_terms(call, draw)}"})
     return call
@@ -404,6 +415,8 @@ def _told(call: Call, draw: random.Random) -> Call:
         else:
             call = call._replace(told=(*call.told, draw.choice("123")))
         call = call._replace(told=(*call.told, str(draw.choice((number_of(call), 0, 1, 2)))))
+    if call.name == "change_terms" and draw.random() < 0.5:
+        call = call._replace(keys=(SCOPES,), told=(draw.choice("ab"), *call.told[1:]))
     if call.name == "forget":
         call = call._replace(keys=(DONE, RECORD, *others(draw.choice((1, 2, 3)))[1::2]))
     places = draw.sample(sorted(words), draw.choice((1, len(words), len(words))))
@@ -441,6 +454,10 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
             1: ("", "until_started", "until_done", "dedupe_for"), 2: ("", *tokens, *TOKENS[:2]), 3: (0, 1, 9)
         },
         "forget": {0: own},
+        "hold_back": {0: (*own[:1] * 3, *tokens), 1: (1, SECOND, PAUSE_LOOKED_AT)},
+        "change_terms": {
+            1: ("pause", "limit", "rate"), 2: (0, 0, 1, 1_500, PAUSE_KEEPS, 2 * HOUR), 3: ("-", "2 {}"),
+        },
         "serve": {4: ("", *tokens, *TOKENS[:2]), 5: ("", *heirs, *TASKS), 6: ("", "", "unsent")},
         "park": {1: (0, 1, 2), 2: (*[""] * 4, *copies), 7: (0, 1)},
         "leave": {
@@ -464,4 +481,6 @@ CHANGES: dict[str, tuple[Callable[[Call, random.Random], Call], ...]] = {
     "serve": (_told, _permits, _line, _terms, _live),
     "park": (_told, _permits, _line, _ticket, _terms, _live),
     "leave": (_told, _permits, _line, _ticket, _terms, _live),
+    "hold_back": (_told, _permits, _live),
+    "change_terms": (_told, _live),
 }

@@ -23,6 +23,7 @@ from tests.simulation.server import Entry
 
 LOCK, RECORD, LINE, CALLS, MARK = b"lock", b"holder", b"line", b"calls", b"queued"
 PERMITS, STARTS, DONE, NEWEST, TERMS = b"permits", b"starts", b"done", b"newest", b"terms"
+SCOPES = b"prefix:terms"
 _RECORD = re.compile(r"([^\n]*)\n(\d{1,17})\n(\d{1,17})\n([a-z_]+)\n(\d+)\n(.*)", re.DOTALL)
 
 
@@ -60,9 +61,10 @@ def _entries(store: Store, now_ms: int) -> Iterator[tuple[bytes, Entry]]:
     if store.line.places:
         places = tuple((float(since), task.encode()) for since, task in store.line.places)
         yield LINE, Entry("zset", places, _lasting(store.line.lease, now_ms))
-    if store.calls.fields:
-        fields = tuple((task.encode(), call.encode()) for task, call in store.calls.fields)
-        yield CALLS, Entry("hash", fields, _lasting(store.calls.lease, now_ms))
+    for name, texts in ((CALLS, store.calls), (SCOPES, store.scopes)):
+        if texts.fields:
+            fields = tuple((field.encode(), text.encode()) for field, text in texts.fields)
+            yield name, Entry("hash", fields, _lasting(texts.lease, now_ms))
     for task, ticket in store.tickets:
         yield ticket_name(task), _text(ticket.text, now_ms + ticket.lease)
     if store.known is not None:
@@ -87,12 +89,10 @@ def read_back(keys: Mapping[bytes, Entry], now_ms: int) -> Store:
         del rest[name]  # nobody has asked for it since it expired
     first, *others = [_permit(rest, number) for number in range(_highest(rest) + 1)]
     mark, done, newest, terms = (_mark(rest.pop(name, None)) for name in (MARK, DONE, NEWEST, TERMS))
-    line, calls, starts = Line(), Calls(), Starts()
+    line, starts = Line(), Starts()
     if entry := rest.pop(LINE, None):
         line = Line(tuple((int(at), task.decode()) for at, task in entry.value), _lease(entry, now_ms))
-    if entry := rest.pop(CALLS, None):
-        fields = tuple((task.decode(), call.decode()) for task, call in entry.value)
-        calls = Calls(fields, _lease(entry, now_ms))
+    calls, scopes = (_texts(rest.pop(name, None), now_ms) for name in (CALLS, SCOPES))
     if entry := rest.pop(STARTS, None):
         times = [tuple(map(int, start.split(b"#"))) for _, start in entry.value]
         starts = Starts(tuple((at, number, fence) for at, number, fence in times), entry.expiry)
@@ -104,7 +104,7 @@ def read_back(keys: Mapping[bytes, Entry], now_ms: int) -> Store:
         assert name.startswith(b"ticket:"), name
         entry = rest[name]
         tickets.append((name[7:].decode(), Ticket(entry.value.decode(), _lease(entry, now_ms))))
-    about = mark, line, calls, tuple(tickets), trimmed(others), known, done, starts, newest, terms
+    about = mark, line, calls, tuple(tickets), trimmed(others), known, done, starts, newest, terms, scopes
     return Store(*first, *about)
 
 
@@ -124,6 +124,13 @@ def _permit(keys: dict[bytes, Entry], number: int) -> Permit:
 
 def _mark(entry: Entry | None) -> Mark | None:
     return None if entry is None else Mark(_said(entry) or "", entry.expiry)
+
+
+def _texts(entry: Entry | None, now_ms: int) -> Calls:
+    if entry is None:
+        return Calls()
+    fields = tuple((field.decode(), text.decode()) for field, text in entry.value)
+    return Calls(fields, _lease(entry, now_ms))
 
 
 def _said(entry: Entry | None) -> str | None:

@@ -53,7 +53,7 @@ class Line(NamedTuple):
 class Calls(NamedTuple):
     """What each waiter is woken with, in order of its id (`misses|since|call`, see Waiter).
 
-    Or `@` and the time until which it asks by itself.
+    Or `@` and the time until which it asks by itself. Of live terms: each scope's text.
     """
 
     fields: tuple[tuple[str, str], ...] = ()
@@ -112,7 +112,8 @@ class Starts(NamedTuple):
 class Store(NamedTuple):
     """The keys of one lock. Expiries in milliseconds; None: the key has no TTL.
 
-    `record` is text if a foreign program wrote it. `tickets` by task id, in order.
+    `record` is text if a foreign program wrote it. `tickets` by task id, in order. `terms`: live terms of the
+    key; `scopes`: those of tasks, which lie beside no lock.
     """
 
     value: str | None = None
@@ -129,6 +130,7 @@ class Store(NamedTuple):
     starts: Starts = Starts()
     newest: Mark | None = None
     terms: Mark | None = None
+    scopes: Calls = Calls()
 
     @property
     def holder(self) -> Record:
