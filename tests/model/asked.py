@@ -392,7 +392,7 @@ def _live_terms(call: Call, draw: random.Random) -> str:
     names = draw.sample(("pause", "limit", "rate"), pick((1, 1, 2, 3)))
     lines = [f"{name} {call.now + pick((*BESIDE, *OF_A_PAUSE))} {values[name]}" for name in names]
     lines = [line + pick(("", " {}", ' {"because":"pause 1 -"}')) for line in lines]
-    if draw.random() < 0.2:
+    if draw.random() < 0.3:
         lines.insert(draw.randrange(3), pick(NO_TERMS).format(call.now + SECOND))
     return "\n".join(lines)
 
@@ -454,7 +454,7 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
             1: ("", "until_started", "until_done", "dedupe_for"), 2: ("", *tokens, *TOKENS[:2]), 3: (0, 1, 9)
         },
         "forget": {0: own},
-        "hold_back": {0: (*own[:1] * 3, *tokens), 1: (1, SECOND, PAUSE_LOOKED_AT)},
+        "hold_back": {0: (*own[:1] * 3, *tokens), 1: (1, SECOND, SECOND, PAUSE_LOOKED_AT)},
         "change_terms": {
             1: ("pause", "limit", "rate"), 2: (0, 0, 1, 1_500, PAUSE_KEEPS, 2 * HOUR), 3: ("-", "2 {}"),
         },

@@ -2,7 +2,7 @@
 
 `python -m tests.model.mutation [file]...` prints those that nothing notices, by file and line. `BOUNDS=full`
 asks more calls. A change in a text that several verbs use is noticed if any of them breaks its contract, or a
-schedule of lines that are due. Verbs without either are left out: age, recall and tick. So is
+schedule of lines that are due. Verbs without either are left out: age, recall, rouse and tick. So is
 what acquire and park say of the newest call: test_model_newest.py has mistakes of that.
 """
 
