@@ -315,6 +315,17 @@ def test_higher_limit_counts_while_it_lasts(locks, clock):
     start(locks, "6", limit=2)
 
 
+def test_woken_call_has_its_permit_though_the_higher_limit_has_ended(locks, clock):
+    """It was handed one beyond its own limit, which is noted: it asks for it, and is not refused."""
+    for number in range(2):
+        start(locks, str(number), limit=2)
+    wait(locks, "waits", terms=Terms(2))
+    set_term(locks, "limit", value="3")
+    assert serve(locks, limit=2).heir.task_id == "waits"
+    set_term(locks, "limit", 0)
+    assert start(locks, "waits", copy="woken", limit=2).permit == 2
+
+
 def test_holder_beyond_a_lowered_limit_hands_on_to_nobody(locks, clock):
     """Else the line would keep as many running as before."""
     held = [start(locks, str(number), limit=3) for number in range(3)]
