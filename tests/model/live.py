@@ -102,6 +102,7 @@ class Scene(NamedTuple):
     losses: int
     lapses: int
     overlaps: int
+    revokes: int
 
     @property
     def now(self) -> int:
@@ -178,6 +179,7 @@ class Live:
     losses: int = 0  # replies that may be lost, and the command sent again
     lapses: int = 0  # leases that may end though their holder lives
     overlaps: int = 1  # looks by who knows of no pause, before a call parks that has met it
+    revokes: int = 0  # woken calls that may be revoked
     sweeper: str = ""  # what workers that look know of the limit, if not the task's own
     notes_again: bool = True  # that the line is due, when a call has parked
     texts: Mapping[str, str] = field(default_factory=dict)  # a mutant's
@@ -225,6 +227,9 @@ class Live:
             if len(scene.processes) < self.slots:
                 rest = scene._replace(broker=without(scene.broker, message))
                 yield from self._asks(rest, Process("asks", message, scene.heard))
+                if scene.revokes and message.copy != ORIGINAL:
+                    less = rest._replace(revokes=scene.revokes - 1)
+                    yield from self._quits(less, Process("quits", message, scene.heard))
         for process in sorted(set(scene.processes)):
             rest = scene._replace(processes=without(scene.processes, process))
             yield from getattr(self, f"_{process.at}")(rest, process)
@@ -381,6 +386,16 @@ class Live:
             after = after._replace(is_due=after.is_due or bool(look))
             yield _event("releases", process, look, heir), _waking(after, process.message, heir, call)
 
+    def _quits(self, scene: Scene, process: Process) -> Iterator[Step]:
+        """A woken call is revoked: it leaves the line."""
+        (call, attempt, copy, _), name = process.message, name_of(process.message.call)
+        keys = (LOCK, RECORD, *IN_LINE, ticket_of(name), PERMITS, STARTS, TERMS)
+        told = name, attempt, copy, REMEMBER_MS, 0, f"left {name}", SECOND, self._terms(process)
+        for after, (word, _, heir, waker, look, *_) in self.answers(scene, "leave", keys, *told):
+            ended = after if word == "stale" else changed(after, call, has_ended=True)
+            ended = ended._replace(is_due=ended.is_due or bool(look))
+            yield _event("leaves", process, look, heir), _waking(ended, process.message, heir, waker)
+
     def _wakes(self, scene: Scene, process: Process) -> Iterator[Step]:
         yield Event(process.wakes[0], "is woken"), sent(scene, newest._copy(scene, *process.wakes))
 
@@ -411,7 +426,7 @@ def none_starts_in_a_pause(world: Live, before: Scene, event: Event, after: Scen
     return not before.said.pause and not event.reply[1]
 
 
-@caused_by("releases", "a worker looks")
+@caused_by("releases", "leaves", "a worker looks")
 def none_is_handed_in_a_pause(world: Live, before: Scene, event: Event, after: Scene) -> bool:
     """It would be refused."""
     return not before.said.pause or event.reply[1] is None
@@ -491,7 +506,7 @@ def holding_back_is_the_holders(world: Live, before: Scene, event: Event, after:
     return shown(after.keys).pause == (max(was, till) if event.token in holders else was)
 
 
-@caused_by("releases")
+@caused_by("releases", "leaves")
 def looked_at_soon(world: Live, before: Scene, event: Event, after: Scene) -> bool:
     """A pause may end at any time."""
     look = event.reply[0]
