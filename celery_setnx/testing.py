@@ -204,7 +204,7 @@ def hold(task: Task, *args: Any, **kwargs: Any) -> Iterator[Held]:
     outcome = lock.acquire(token=task_token(task_id, 0, uuid.uuid4().hex))
     if outcome.lock is None:
         holder = outcome.holder.as_dict() if outcome.holder else {}
-        raise AlreadyRunning(task.name, lock.name, holder, outcome.remaining_s, lock.limit)
+        raise AlreadyRunning(task.name, lock.name, holder, outcome.remaining_s, outcome.limit)
     held = Held(task, task_id, lock, outcome.lock)
     try:
         yield held

@@ -372,6 +372,22 @@ def test_rate_that_is_slower_than_ones_own(locks, clock):
         start(locks, str(number), rate=(100, 1.0)).release()
 
 
+@pytest.mark.parametrize("whose", ["key", "task"])
+def test_outcome_tells_the_limit_that_counts(locks, clock, whose):
+    """And not the task's own, which an operator has lowered."""
+    live = of_the_task(clock, "limit 2") if whose == "task" else ""
+    if whose == "key":
+        set_term(locks, "limit", value="2")
+    for task_id in ("a", "b"):
+        start(locks, task_id, live, limit=5)
+    outcome = of_task(locks, "c", live, limit=5)
+    assert (outcome.acquired, outcome.limit) == (False, 2)
+    clock.set(70)
+    for task_id in ("c", "d", "e"):
+        start(locks, task_id, limit=5)
+    assert of_task(locks, "f", limit=5).limit == 5
+
+
 # Where they stand
 
 

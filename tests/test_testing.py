@@ -36,6 +36,7 @@ from celery_setnx.lock.marks import Mark, mark_all
 from celery_setnx.lock.names import done_name, permit_names, permits_name, starts_name
 from celery_setnx.run.sweep import workers_here
 from celery_setnx.signals import lock_acquired, lock_conflict, lock_taken_over
+from celery_setnx.terms import NewTerm, Whose, set_term
 from celery_setnx.testing import (
     Held,
     assert_released,
@@ -972,3 +973,14 @@ def test_paused_task_keeps_all_its_calls_out(app, locks):
         with paused(task):
             assert is_skipped(task.apply(["c"]).get())
         assert not is_skipped(task.apply(["c"]).get())
+
+
+def test_refusal_names_the_limit_that_counts(app, locks):
+    """An operator's, while it does."""
+    task = task_of(app, limit=3, on_conflict="raise")
+    set_term(app, Whose(key=task.lock_key("a")), NewTerm("limit", 600, 2))
+    with guarded(app), hold(task, "a"), hold(task, "a"):
+        refused = str(task.apply(["a"]).result)
+    assert f"all 2 permits of {task.lock_key('a')} are held" in refused
+    pass_time(600, task, "a")
+    assert_released(app)

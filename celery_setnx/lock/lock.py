@@ -297,7 +297,7 @@ class SetnxLock(NamedLock):
         outcome = self.acquire(self.wait_s)
         if outcome.lock is None:
             holder = outcome.holder.as_dict() if outcome.holder else {}
-            raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s, self.limit)
+            raise AlreadyRunning(self.name, self.name, holder, outcome.remaining_s, outcome.limit)
         # One object may be used by many threads, or greenlets: each gives back what it has taken itself.
         held = outcome.lock
         self._entered.setdefault(threading.get_ident(), []).append(held)

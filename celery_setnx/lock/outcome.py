@@ -25,6 +25,8 @@ class Outcome(NamedTuple):
         waiters: How many tasks wait in line.
         stale: True if another message has started this very call: do not run it again.
         ends_first: The holder with the first deadline; `holder`, if there is one permit only.
+        limit: How many may hold it at a time, if others do. A live limit counts above the caller's own.
+            Defaults to 1.
         paced: True if a permit is free, or held for this task's retry, and no call may start before
             `remaining_s` is over.
         paused: True if it is paced because of a pause.
@@ -42,6 +44,7 @@ class Outcome(NamedTuple):
     waiters: int = 0
     stale: bool = False
     ends_first: Holder | None = None
+    limit: int = 1
     paced: bool = False
     paused: bool = False
     is_due: bool = False
@@ -66,6 +69,7 @@ def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
         False,
         holder=ends_first if is_own else longest or ends_first,
         ends_first=ends_first,
+        limit=reply.limit,
         paced=is_paced,
         paused=is_paused,
         remaining_s=0.0 if is_due else remaining_s,

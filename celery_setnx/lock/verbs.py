@@ -168,6 +168,7 @@ class AcquireReply(NamedTuple):
     longest_value: str | None = None
     longest_record: str | None = None
     longest_permit: int = 0
+    limit: int = 1
 
     @property
     def holder(self) -> Holder | None:

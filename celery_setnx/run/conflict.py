@@ -112,7 +112,7 @@ class Conflict:
     def reason(self) -> str:
         """Who holds the lock, in one clause."""
         is_own, is_nobody = self.holder.task_id == self.call.task_id, self.holder.state in HELD_BACK
-        return held(self.key, self.holder, 1 if is_own else self.options.limit, back=is_nobody)
+        return held(self.key, self.holder, 1 if is_own else self.outcome.limit, back=is_nobody)
 
     def skip(self) -> Any:
         """The `skip_result`; return it as the task's result."""
@@ -161,7 +161,7 @@ class Conflict:
         Raises:
             AlreadyRunning: Always.
         """
-        raise AlreadyRunning(self.task.name, self.key, self._holder(), self.remaining_s, self.options.limit)
+        raise AlreadyRunning(self.task.name, self.key, self._holder(), self.remaining_s, self.outcome.limit)
 
     def check_base(self) -> None:
         """Refuse a task whose lines no worker serves, with OptionError."""
@@ -202,7 +202,7 @@ class Conflict:
     def time_out(self) -> NoReturn:
         """Fail the task, which has waited for `max_wait`: LockTimeout."""
         found = self.task.name, self.key, self._holder(), self.remaining_s
-        raise LockTimeout(*found, self.waited_s, self.options.limit)
+        raise LockTimeout(*found, self.waited_s, self.outcome.limit)
 
     def tell(self, policy: str) -> None:
         """Send `lock_conflict`; log a foreign lock that never ends."""

@@ -17,8 +17,9 @@
 --       14 generation ('0' = none), 15 bound (us, see newest.lua), 16 leads: '1' = only a newer start supersedes it
 --       17 last (ms): for how long its start is known
 -- Returns {word, deadline us, fence, now us, lock value, record, mark, waiters}: what was found. With several permits
---       also {number of the permit, how many others may be had now, lock value, record, number}: the last three are of
---       who has held one for longest. Of held permits the reply tells of the one that ends first.
+--       also {number of the permit, how many others may be had now, lock value, record, number, limit that counts}: the
+--       lock to the number are of who has held one for longest. Of held permits the reply tells of the one that ends
+--       first.
 --       The text 'acquired <now us> <fence>[ <number>]' if nothing was found: a table costs as much as two commands.
 --       acquired | again (this token holds it) | resumed (held for this task's retry) | taken_over | held
 --       stale (another message has started this call, or is to)
@@ -74,7 +75,7 @@ local function answer(till, fence)
   local longest, spare = seen.longest or {number = 0}, seen.spare - (p.till == 0 and is_within(p, limit) and 1 or 0)
   if pace and spare > 0 and pace.till(seen.handed - (p.heir and p.is_live and 1 or 0), AHEAD) > 0 then spare = 0 end
   reply[9], reply[10] = p.number, spare
-  reply[11], reply[12], reply[13] = longest.value or false, record_of(longest), longest.number
+  reply[11], reply[12], reply[13], reply[14] = longest.value or false, record_of(longest), longest.number, limit
   return reply
 end
 if word == 'held' then
