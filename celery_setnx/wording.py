@@ -5,6 +5,8 @@ And how a call is named: by its task, and by what its key was made of.
 
 from __future__ import annotations
 
+import shlex
+
 from billiard.exceptions import SoftTimeLimitExceeded
 
 _STOPS = (".", "?", "!")
@@ -30,6 +32,11 @@ def shortened(text: str, most: int) -> str:
 def titled(task: str, about: str) -> str:
     """A task and what its key was made of: `settle(account_id=7)`; the task alone if that is not said."""
     return f"{task}({about})" if about else task
+
+
+def resume(*whose: str) -> str:
+    """The command that ends the pause of a scope, of a key, or of a call by its words, to be copied."""
+    return f"celery -A APP setnx resume {shlex.join(whose)}"
 
 
 HELD_BACK = ("paced", "paused")

@@ -1860,7 +1860,7 @@ def test_docs_name_no_option_that_does_not_exist():
 def test_paused_key_is_seen_as_paused(cli):
     """In the list, by why, and among the terms: until when, by whom and why; and then no more."""
     said = ask("pause", f"{TASK}sync", "7", "--for", "2h", "--because", "partner down", ends=0).stdout
-    assert re.fullmatch(rf"{re.escape(cli.key())}: paused until .* UTC, 2 h 0 min from now\.\n", said)
+    assert re.fullmatch(rf"{re.escape(cli.key())}: paused until .* UTC, for 2 h 0 min\.\n", said)
     assert cells()[:2] == [f"{TASK}sync", "paused"]
     told = ask("why", f"{TASK}sync", "7", ends=1).stdout.splitlines()
     assert re.fullmatch(r"No: its key is paused for .* more by .*: partner down\.", told[0])
@@ -1874,7 +1874,7 @@ def test_paused_key_is_seen_as_paused(cli):
 
 
 def test_second_call_of_a_paused_key_would_be_skipped(cli):
-    """One waits cli."""
+    """One waits, and is first."""
     ask("pause", cli.key())
     cli.park()
     told = ask("why", f"{TASK}sync", "7", ends=1).stdout
@@ -1907,8 +1907,8 @@ def test_paused_task_is_paused_for_each_key(cli):
     [
         (["limit", "several", "2"], "limited to 2 at a time until"),
         (["limit", "several", "7", "2", "--for", "10m"], "limited to 2 at a time until"),
-        (["rate", "sync", "10/m"], "slowed to 10 in 60 s until"),
-        (["rate", "paced", "7", "1/h"], "slowed to 1 in 3600 s until"),
+        (["rate", "sync", "10/m"], "limited to 10 starts in 60 s until"),
+        (["rate", "paced", "7", "1/h"], "limited to 1 starts in 3600 s until"),
     ],
 )
 def test_limit_and_rate_end_when_ones_own_count_again(cli, arguments, said):
@@ -1933,8 +1933,8 @@ def test_limit_and_rate_end_when_ones_own_count_again(cli, arguments, said):
         (["pause", "sync", "--for", "0"], "not 0 s"),
         (["pause", "sync", "--for", "367d"], "a year at most, not 3.17088e+07 s"),
         (["pause", "nosuch"], "The app has no task"),
-        (["resume", "sync"], f"Nothing has changed: all calls of {TASK}sync is not paused"),
-        (["rate", "sync", "7", "own"], "has no live rate"),
+        (["resume", "sync"], f"Nothing has changed: no pause of all calls of {TASK}sync."),
+        (["rate", "sync", "7", "own"], "Nothing has changed: no live rate of t:{"),
     ],
 )
 def test_terms_that_cannot_be_are_refused(cli, arguments, why):
@@ -1951,6 +1951,93 @@ def test_pause_of_a_key_that_no_task_has_is_refused(cli):
     result = ask("pause", "elsewhere:{sync}")
     assert (result.exit_code, ask_json("terms")) == (1, [])
     assert "is no name of a lock of this app's tasks" in result.output
+
+
+@pytest.mark.parametrize(
+    ("whose", "says", "ends"),
+    [
+        ([f"{TASK}sync", "7"], "its key", f"{TASK}sync 7"),
+        (
+            [f"{TASK}sync", "--kwargs", '{"customer": 7}'],
+            "its key",
+            f"{TASK}sync --kwargs '{{\"customer\": 7}}'",
+        ),
+        ([f"{TASK}sync"], "its task", f"{TASK}sync"),
+        ([f"{TASK}crowd_one"], "its task", "throng"),
+    ],
+    ids=["call", "exact", "task", "scope"],
+)
+def test_why_names_the_command_that_ends_a_pause(cli, whose, says, ends):
+    """Of the key by its call, of the task by its scope; as it stands there it works."""
+    asked = whose if len(whose) > 1 else [*whose, "7"]
+    ask("pause", *whose, ends=0)
+    told = ask("why", *asked, ends=1).stdout.splitlines()
+    assert told[0].startswith(f"No: {says} is paused for ")
+    command = told[told.index("  To end the pause:") + 1].strip()
+    assert command == f"celery -A APP setnx resume {ends}"
+    ask(*shlex.split(command)[4:], ends=0)
+    assert ask("why", *asked, ends=None).stdout.startswith("Yes")
+
+
+def test_why_of_a_held_lock_says_that_a_pause_follows(cli):
+    """And not that a rate does, which the task has not."""
+    cli.hold()
+    ask("pause", f"{TASK}sync")
+    told = ask("why", f"{TASK}sync", "7", ends=1).stdout
+    assert "No: its lock is held." in told
+    assert "A pause lets no call start either: its task is paused for 23 h" in told
+    assert "rate" not in told
+
+
+def test_why_and_show_tell_the_live_limit(cli):
+    """How many permits count, who has said so, and until when."""
+    cli.hold_many(None, None)
+    ask("limit", f"{TASK}several", "2", "--because", "slow", ends=0)
+    told = ask("why", f"{TASK}several", "7", ends=1).stdout
+    assert told.startswith("No: 2 of 2 permits are held")
+    its = r"its task is limited to 2 at a time until \S+ \S+ UTC by .*: slow\."
+    assert re.search(its, told, re.IGNORECASE)
+    assert re.search(rf"^terms     {its}$", ask("show", f"{TASK}several", "7").stdout, re.MULTILINE)
+    assert cells()[1] == "running 2/2"
+
+
+def test_key_of_a_paused_task_is_not_resumed_by_itself(cli):
+    """Whoever tries is told what ends the pause."""
+    ask("pause", f"{TASK}sync", ends=0)
+    said = ask("resume", f"{TASK}sync", "7", ends=1).stderr.splitlines()
+    assert said == [
+        f"Nothing has changed: no pause of {cli.key()}.",
+        "Its task has one. To end that:",
+        f"  celery -A APP setnx resume {TASK}sync",
+    ]
+    assert "A pause lets no call start: see why." in ask("release", f"{TASK}sync", "7", ends=1).stderr
+
+
+def test_scope_is_paused_by_its_own_name(cli):
+    """Which may be no task's; `terms` lists it."""
+    said = ask("pause", "throng", "--for", "1h", "--because", "maintenance", ends=0).stdout
+    assert said.startswith("all calls of throng: paused until ")
+    (line,) = ask("terms", ends=0).stdout.splitlines()
+    assert re.fullmatch(r"throng: paused for 59 min .* more by .*: maintenance\.", line)
+    assert ask("why", f"{TASK}crowd_two", "7", ends=1).stdout.startswith("No: its task is paused")
+
+
+def test_key_with_nothing_but_a_live_limit_is_no_lock(cli):
+    """`terms` lists it, `list` does not."""
+    ask("limit", f"{TASK}several", "7", "2", ends=0)
+    assert ask_json("list") == []
+    assert [row["key"] for row in ask_json("terms")] == [cli.key("several")]
+
+
+def test_worker_that_knows_no_terms_is_named(cli, monkeypatch):
+    """And nobody says that it will heed them."""
+    replies = [{"old@a": {"error": "KeyError('setnx_terms')"}}]
+    monkeypatch.setattr(cli.app.control, "broadcast", lambda *_, **__: replies)
+    said = ask("pause", f"{TASK}sync", ends=0).stdout.splitlines()
+    assert said[1:] == ["  1 worker knows no live terms, and does not heed this: old@a."]
+    replies.append({"new@b": {"scopes": []}})
+    said = ask("pause", f"{TASK}sync", ends=0).stdout.splitlines()
+    assert said[2:] == ["  1 worker will heed it within two seconds."]
 
 
 def test_doctor_names_what_was_forgotten(cli):

@@ -217,7 +217,8 @@ def why(
         raise click.UsageError(unknown(app, task))
     guard = the_guard_of(app.tasks[task])
     sighting, about, instead = sight_call(app, app.tasks[task], arguments, args_json, kwargs, guard)
-    runs, because = verdict(guard.options, sighting)
+    exact = [word for option in (("--args", args_json), ("--kwargs", kwargs)) if option[1] for word in option]
+    runs, because = verdict(guard.options, sighting, (task, *arguments, *map(str, exact)))
     because += [instead] if instead else []
     if as_json:
         told = answer(runs, because, sighting)
@@ -351,7 +352,7 @@ def rate(ctx: click.Context, /, value: str, **given: Any) -> None:
 @_as_json
 @click.pass_context
 def terms(ctx: click.Context, as_json: bool) -> None:
-    """List what was paused, limited or slowed down by hand, until when, by whom and why."""
+    """List what was paused or limited by hand, for how long still, by whom and why."""
     from celery_setnx.cli.asked import loaded
     from celery_setnx.cli.terms import listed
 

@@ -94,6 +94,8 @@ def _nothing_to_release(app: Celery, sighting: Sighting, permit: int | None, ins
         more += f" A call has succeeded, as {sighting.done_by}, and makes duplicates: see release --done."
     if sighting.is_paced:
         more += f" Its rate allows no start ({of_starts(sighting)}): see release --starts."
+    if sighting.is_paused:
+        more += " A pause lets no call start: see why."
     more += f" {instead}" if instead else ""
     name = sighting.key if permit is None else f"{sighting.key}#{permit}"
     return NotReleased(f"Nothing to release: {name} is free.{more}")

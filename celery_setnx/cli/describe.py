@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from celery_setnx.lock.live import LiveTerm, live_terms_of
 from celery_setnx.lock.look import Sighting
 from celery_setnx.lock.names import permit_names
 from celery_setnx.lock.newest import Newest
@@ -17,7 +18,7 @@ from celery_setnx.lock.process import fate_of
 from celery_setnx.lock.record import Holder
 from celery_setnx.lock.takeover import TakeOver
 from celery_setnx.options import Options
-from celery_setnx.wording import shortened, titled
+from celery_setnx.wording import resume, shortened, titled
 
 _SHOWN = 3  # holders that `why` names
 _IN_TABLE = 24  # characters of what a key was made of
@@ -158,7 +159,7 @@ def of_permits(sighting: Sighting, before: str = "") -> str:
         return ""
     within = len(sighting.within.holders)
     beyond = len(sighting.holders) - within
-    return f"{before}{within}/{sighting.limit}" + (f" +{beyond}" if beyond else "")
+    return f"{before}{within}/{sighting.asked.limit}" + (f" +{beyond}" if beyond else "")
 
 
 def style(sighting: Sighting) -> dict[str, Any]:
@@ -252,10 +253,12 @@ def page(details: Mapping[str, Any], sighting: Sighting, about: str = "") -> Ite
         yield f"permits   {of_permits(sighting)} held"
         for one in sighting.of_each():
             number = one.holder.permit if one.holder else 0
-            yield f"permit {number}" + (", beyond the limit" if number >= sighting.limit else "")
+            yield f"permit {number}" + (", beyond the limit" if number >= sighting.asked.limit else "")
             yield from (f"  {line}" for line in _page_of(one, one.holder))
     if starts := of_starts(sighting):
         yield f"starts    {starts}"
+    for whose, term in _live(sighting):
+        yield f"terms     its {whose} is {term.told()}"
     take_over = details["last_take_over"]
     if take_over is not None:
         ago = span(sighting.server_time - take_over["at"])
@@ -312,8 +315,11 @@ def answer(runs: bool, because: Sequence[str], sighting: Sighting) -> dict[str, 
     }
 
 
-def verdict(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
-    """Whether a call would run now that is told this, and why, the main reason first."""
+def verdict(options: Options, sighting: Sighting, named: Sequence[str] = ()) -> tuple[bool, list[str]]:
+    """Whether a call would run now that is told this, and why, the main reason first.
+
+    `named` are the words by which the command line names the call.
+    """
     own = sighting.within
     if sighting.duplicate:
         runs, reasons = False, _as_duplicate(options, own)
@@ -321,7 +327,26 @@ def verdict(options: Options, sighting: Sighting) -> tuple[bool, list[str]]:
         runs, reasons = False, _as_debounced(options, own)
     else:
         runs, reasons = _as_call(options, own)
-    return runs, [*reasons, *_replaced(options, sighting), *_deploy(sighting, options)]
+    changed = [f"Its {whose} is {term.told()}" for whose, term in _live(sighting) if term.name != "pause"]
+    ends = _ends_pause(sighting, named) if sighting.pause else []
+    return runs, [*reasons, *_replaced(options, sighting), *changed, *_deploy(sighting, options), *ends]
+
+
+def _live(sighting: Sighting) -> Iterator[tuple[str, LiveTerm]]:
+    """The live terms that count, and whether they are the key's or its task's."""
+    of_key = {term.name: term for term in sighting.live}
+    of_task = {term.name: term for term in live_terms_of(sighting.asked.live, sighting.server_time)}
+    for name, term in {**of_task, **of_key}.items():
+        if name != "pause":
+            yield "key" if name in of_key else "task", term
+    if pause := sighting.pause:
+        yield "key" if pause in sighting.live else "task", pause
+
+
+def _ends_pause(sighting: Sighting, named: Sequence[str]) -> list[str]:
+    """The command that ends a pause, in a line of its own, to be copied."""
+    whose = named if sighting.pause in sighting.live else (sighting.scope,)
+    return ["To end the pause:", f"  {resume(*whose)}"]
 
 
 def _as_debounced(options: Options, sighting: Sighting) -> list[str]:
@@ -388,7 +413,7 @@ def _as_duplicate(options: Options, sighting: Sighting) -> list[str]:
 def _as_call(options: Options, sighting: Sighting, call: str = "A call now") -> tuple[bool, list[str]]:
     """Whether a call would have the lock now, or a permit, by what it would be told."""
     word, found, who = sighting.word, sighting.permit_holder, _who(options, sighting)
-    in_line = _in_line_first(options, sighting)
+    in_line, limit = _in_line_first(options, sighting), sighting.asked.limit
     if word == "paced":
         return False, _paced(options, sighting, call)
     if word == "paused":
@@ -398,13 +423,15 @@ def _as_call(options: Options, sighting: Sighting, call: str = "A call now") -> 
         because = f"another program has written {record}: each call fails with LockRefused."
         return False, [because, "If nobody needs that key, delete it.", *who]
     if word == "held":
-        reasons = [_held(options, sighting), *who, _on_conflict(options, sighting, call)]
-        if sighting.next_start is not None:
+        reasons = [_held(sighting), *who, _on_conflict(options, sighting, call)]
+        if sighting.pause:
+            reasons.append(f"A pause lets no call start either: {_of_pause(sighting)}")
+        elif sighting.next_start is not None:
             reasons.append(f"Its rate allows no start either: {of_starts(sighting)}.")
         return False, reasons
-    holder, lock = ("the holder", "lock") if options.limit == 1 else ("a holder", "permit")
+    holder, lock = ("the holder", "lock") if limit == 1 else ("a holder", "permit")
     if found is None and sighting.holders:
-        because = f"a permit is free ({len(sighting.holders)} of {options.limit} held)."
+        because = f"a permit is free ({len(sighting.holders)} of {limit} held)."
         return word != "line", [because, *(in_line or who)]
     if found is None:
         return word != "line", ["its lock is free.", *in_line]
@@ -412,7 +439,7 @@ def _as_call(options: Options, sighting: Sighting, call: str = "A call now") -> 
         ended = "'s lease ended" if found.has_ended(sighting.server_time) else " is dead"
         return False, [f"{holder}{ended}; the first call in line takes over its {lock}.", *in_line]
     if not found.has_ended(sighting.server_time):
-        return True, [_dead(options, found), *who, "Workers on other hosts wait until its lease ends."]
+        return True, [_dead(limit, found), *who, "Workers on other hosts wait until its lease ends."]
     late = span(sighting.server_time - (found.deadline or 0.0))
     return True, [f"{holder}'s lease ended {late} ago; the call takes over its {lock}.", *who]
 
@@ -447,14 +474,20 @@ def _paced(options: Options, sighting: Sighting, call: str) -> list[str]:
 
 def _paused(options: Options, sighting: Sighting, call: str) -> list[str]:
     """Why a call would not run that could have the lock, or a permit, but for a pause."""
-    pause, left_s = sighting.pause, _next_start_s(sighting)
-    whose, source = "its key" if pause in sighting.live else "its task", pause.source if pause else ""
     waits_alone = options.on_conflict == "auto" and not options.may_wait
     return [
-        f"{whose} is paused for {span(left_s)} more{source}.",
+        _of_pause(sighting),
         *_in_line_before(options, sighting),
         _alone(sighting, call) if waits_alone else _on_conflict(options, sighting, call),
     ]
+
+
+def _of_pause(sighting: Sighting) -> str:
+    """Whose pause lets no call start, for how long, by whom and why."""
+    pause = sighting.pause
+    whose = "key" if pause in sighting.live else "task"
+    left_s = pause.remaining_s(sighting.server_time) if pause else _next_start_s(sighting)
+    return f"its {whose} is paused for {span(left_s)} more{pause.source if pause else ''}."
 
 
 def _alone(sighting: Sighting, call: str) -> str:
@@ -464,20 +497,20 @@ def _alone(sighting: Sighting, call: str) -> str:
     return f"{call} would wait in line, and others would be skipped (on_conflict='auto')."
 
 
-def _held(options: Options, sighting: Sighting) -> str:
+def _held(sighting: Sighting) -> str:
     """That others hold it; of several permits how many, and when the first ends."""
-    found = sighting.permit_holder
-    if options.limit == 1:
+    found, limit = sighting.permit_holder, sighting.asked.limit
+    if limit == 1:
         return "its lock is held."
     deadline = found.deadline if found else None
     left = None if deadline is None else deadline - sighting.server_time
     ends = "none of them ever ends" if left is None else f"the first lease ends in {span(left)}"
-    return f"{len(sighting.holders)} of {options.limit} permits are held; {ends}."
+    return f"{len(sighting.holders)} of {limit} permits are held; {ends}."
 
 
-def _dead(options: Options, holder: Holder) -> str:
+def _dead(limit: int, holder: Holder) -> str:
     """That a holder is dead, and who may see that."""
-    if options.limit == 1:
+    if limit == 1:
         return "its holder is dead; a worker on this host takes over the lock at once."
     return f"the holder of permit {holder.permit} is dead; a worker on this host takes it over at once."
 
@@ -564,7 +597,7 @@ def _who(options: Options, sighting: Sighting) -> list[str]:
     if holder is None:
         return []
     line = _in_line_before(options, sighting)
-    if options.limit > 1:
+    if sighting.asked.limit > 1:
         each = sorted(sighting.of_each(), key=_ends)
         more = len(each) - _SHOWN
         others = [f"{many(more, 'more holder')}: see celery setnx show."] if more > 0 else []
@@ -609,10 +642,10 @@ def _ends(sighting: Sighting) -> float:
 
 def _deploy(sighting: Sighting, options: Options) -> Iterator[str]:
     """That others use the lock under another limit or rate, and what that comes to."""
-    limit, terms, others = options.limit, options.terms, sighting.terms
+    limit, terms, others, counts = options.limit, options.terms, sighting.terms, sighting.asked.limit
     beyond = len(sighting.holders) - len(sighting.within.holders)
     if beyond:
-        yield f"Held beyond the limit of {limit}: {many(beyond, 'permit')}. They block no call."
+        yield f"Held beyond the limit of {counts}: {many(beyond, 'permit')}. They block no call."
     if not (sighting.holders or sighting.waiting or sighting.last_start):
         return
     if others.limit != limit:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 
 import click
 from celery import Celery
 
+from celery_setnx.call.guard import guard_of
+from celery_setnx.call.live import live_terms_at
 from celery_setnx.cli.asked import prefix, sight, the_guard_of, unknown
-from celery_setnx.cli.byhand import NotReleased, set_up_logging, user
+from celery_setnx.cli.byhand import set_up_logging, user
 from celery_setnx.cli.describe import many, span
-from celery_setnx.cli.screen import say, table, width
-from celery_setnx.lock.live import Name
+from celery_setnx.cli.screen import say
+from celery_setnx.lock.live import Name, live_terms_of
 from celery_setnx.lock.lock import DAY_S
+from celery_setnx.lock.names import scope_and_digest
 from celery_setnx.lock.record import clock
 from celery_setnx.terms import NewTerm, Whose, end_term, live_terms, set_term
+from celery_setnx.wording import resume
 
-_COLUMNS = ("WHOSE", "WHAT", "ENDS IN", "BY", "BECAUSE")
 _ANSWER_S = 1.0  # for which workers are asked what they know
 
 
@@ -29,7 +33,9 @@ def whose_of(
     if target in app.tasks and not (arguments or args_json or kwargs):
         return Whose(scope=the_guard_of(app.tasks[target]).scope_of({}))
     if target not in app.tasks and "{" not in target:
-        raise click.UsageError(unknown(app, target))
+        if not any(guard.scope_of({}) == target for guard in map(guard_of, app.tasks.values()) if guard):
+            raise click.UsageError(unknown(app, target))
+        return Whose(scope=target)
     return Whose(key=sight(app, target, arguments, args_json, kwargs).sighting.key)
 
 
@@ -44,7 +50,7 @@ def change(
         done = set_term(app, whose, NewTerm(name, lasts, number, because or "", user()))
         now = next(each for each in done.after if each.name == name)
         left_s = now.remaining_s(done.server_time)
-        say(f"{whose}: {now.what} until {clock(now.until)}, {span(left_s)} from now.")
+        say(f"{whose}: {now.what} until {clock(now.until)}, for {span(left_s)}.")
     elif for_s is not None or because is not None:
         raise click.UsageError("`own` ends it now: give no --for and no --because")
     else:
@@ -57,9 +63,20 @@ def _end(app: Celery, whose: Whose, name: Name) -> None:
     done = end_term(app, whose, name, by=user())
     ended = next((each for each in done.before if each.name == name), None)
     if ended is None:
-        what = "is not paused" if name == "pause" else f"has no live {name}"
-        raise NotReleased(f"Nothing has changed: {whose} {what}.")
+        what = "pause" if name == "pause" else f"live {name}"
+        say(f"Nothing has changed: no {what} of {whose}.", *_of_its_task(app, whose, name), err=True)
+        raise click.exceptions.Exit(1)
     say(f"{whose}: no longer {ended.what}.")
+
+
+def _of_its_task(app: Celery, whose: Whose, name: Name) -> list[str]:
+    """What ends such a term of a key's task, if it has one: a command in a line of its own, to be copied."""
+    terms = live_terms_of(live_terms_at(app, whose.key), time.time()) if whose.key else ()
+    if not any(term.name == name for term in terms):
+        return []
+    scope = scope_and_digest(whose.key)[0]
+    ends = resume(scope) if name == "pause" else f"celery -A APP setnx {name} {shlex.quote(scope)} own"
+    return ["Its task has one. To end that:", f"  {ends}"]
 
 
 def listed(app: Celery, *, as_json: bool) -> None:
@@ -73,19 +90,10 @@ def listed(app: Celery, *, as_json: bool) -> None:
         ]
         click.echo(json.dumps(rows, indent=2))
         return
-    lines = [
-        [
-            whose.key or whose.scope,
-            term.what,
-            span(term.remaining_s(now)),
-            term.by or "-",
-            term.because or "-",
-        ]
-        for whose, term in found
-    ]
-    if lines:
-        say(*table(_COLUMNS, lines, width()))
-    count = many(len(lines), "live term") if lines else "No live terms"
+    for whose, term in found:
+        left = span(term.remaining_s(now))
+        say(f"{whose.key or whose.scope}: {term.what} for {left} more{term.source}.")
+    count = many(len(found), "live term") if found else "No live terms"
     say(f"{count} under {prefix(app)}.", err=True)
 
 
@@ -104,5 +112,5 @@ def _workers(app: Celery) -> Iterator[str]:
     heed = len(told) - len(deaf)
     if heed:
         yield f"{many(heed, 'worker')} will heed it within two seconds."
-    else:
+    elif not deaf:
         yield "No worker has answered. Those that run heed it within two seconds."

@@ -159,11 +159,15 @@ class HeldLock:
             raise ValueError(f"hold_back takes more than 0 seconds and at most a day, not {seconds!r}")
         if not self._lock.line:
             raise ValueError(f"{self.key} is no lock of a task: its next caller would not be held back")
-        told = {"because": because, "since": round(self.server_time(), 3)}
+        told = {"because": because, "by": self._name(), "since": round(self.server_time(), 3)}
         word, lasts_s = hold_back(self._permit, for_s=seconds, told=told)
         if word == "lost":
             raise LockLost(self.key, "it is another's, or its lease has ended: it can hold nobody back")
         return lasts_s
+
+    def _name(self) -> str:
+        task_id = task_of(self.token)
+        return f"task {task_id}" if task_id else ""
 
     def _end(self, ask: Callable[[], EndReply], word: Released) -> Released:
         """Have the server end it; the word of its reply, or this one if only an earlier reply was lost."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from celery_setnx.lock.names import live_terms_name, terms_name
+from celery_setnx.lock.names import live_terms_name, scope_and_digest, terms_name
 from celery_setnx.lock.record import US, Holder, clock
 from celery_setnx.lock.scripts import REDIS_ERRORS, Script, translated
 from celery_setnx.lock.verbs import Permit
@@ -57,7 +57,7 @@ class LiveTerm(NamedTuple):
         if self.name == "limit":
             return f"limited to {self.value} at a time"
         count, _, period_us = self.value.partition("/")
-        return f"slowed to {count} in {int(period_us) / US:.12g} s"
+        return f"limited to {count} starts in {int(period_us) / US:.12g} s"
 
     @property
     def source(self) -> str:
@@ -102,11 +102,13 @@ def pause_in(terms: Iterable[LiveTerm]) -> LiveTerm | None:
     return max(pauses, key=attrgetter("until"), default=None)
 
 
-def paused(pause: LiveTerm | None, until: float) -> Holder:
-    """What stands in the place of a holder while a pause lets no call start."""
-    told = pause or LiveTerm("pause", until)
-    info = {name: value for name, value in (("because", told.because), ("by", told.by)) if value}
-    return Holder("", until, 0, "paused", told.since or None, info)
+def paused(key: str, of_key: str, of_task: str, until: float, now: float) -> Holder:
+    """What stands in the place of a holder while a pause lets no call start: of the key or of its task."""
+    own, tasks = (pause_in(live_terms_of(text, now)) for text in (of_key, of_task))
+    told = pause_in(filter(None, (own, tasks))) or LiveTerm("pause", until)
+    whose = {"scope": scope_and_digest(key)[0]} if told is tasks else {"key": key}
+    source = {name: text for name, text in (("because", told.because), ("by", told.by)) if text}
+    return Holder("", until, 0, "paused", told.since or None, source | whose)
 
 
 def _details(text: str | None) -> dict[str, Any]:

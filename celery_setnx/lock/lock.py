@@ -163,7 +163,7 @@ class SetnxLock(NamedLock):
             try:
                 reply = verbs.acquire(self, token=token, dead=dead, caller=caller)
                 if reply.word in ("held", "stale", "line", "paced", "paused", "superseded"):
-                    outcome = conflict(reply, token, self.terms)
+                    outcome = conflict(reply, token, self.name, self.terms)
                 else:
                     outcome = self._acquired(reply, token, before)
             except SetnxError:

@@ -209,8 +209,8 @@ class Sighting(NamedTuple):
 
     @property
     def is_lock(self) -> bool:
-        """True if somebody has it or waits for it, or live terms or its pace count; else it is a mark."""
-        return bool(self.holders) or self.waiting > 0 or self.is_paced or bool(self.live)
+        """True if somebody has it or waits for it, or its pace or its own pause counts; else it is a mark."""
+        return bool(self.holders) or self.waiting > 0 or self.is_paced or pause_in(self.live) is not None
 
     @property
     def is_paced(self) -> bool:

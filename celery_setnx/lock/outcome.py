@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from celery_setnx.lock.held import HeldLock
-from celery_setnx.lock.live import live_terms_of, pause_in, paused
+from celery_setnx.lock.live import paused
 from celery_setnx.lock.record import US, Holder, Terms, parse_terms, task_of
 from celery_setnx.lock.verbs import AcquireReply
 
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
     superseded_by: str | None = None
 
 
-def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
+def conflict(reply: AcquireReply, token: str, key: str, terms: Terms) -> Outcome:
     """That another holds the lock, or its pace allows no start, or another message has started the call."""
     server_time, ends_first, longest = reply.now_us / US, reply.holder, reply.longest
     if reply.word == "superseded":
@@ -60,7 +60,7 @@ def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
         return Outcome(False, server_time=server_time, mark=reply.mark, stale=True)
     is_paused, is_paced = reply.word == "paused", reply.word in ("paced", "paused")
     if is_paced and ends_first is None:  # in the mark's place is what it is for
-        longest = ends_first = _held_back(reply, terms)
+        longest = ends_first = _held_back(reply, key, terms)
     task_id = ends_first and ends_first.task_id
     is_own = task_id is not None and task_id == task_of(token)
     remaining_s = (reply.deadline_us - reply.now_us) / US if reply.deadline_us else None
@@ -80,9 +80,9 @@ def conflict(reply: AcquireReply, token: str, terms: Terms) -> Outcome:
     )
 
 
-def _held_back(reply: AcquireReply, terms: Terms) -> Holder:
+def _held_back(reply: AcquireReply, key: str, terms: Terms) -> Holder:
     """What stands in the place of a holder while no call may start."""
     told, until = reply.mark or "", reply.deadline_us / US
     if reply.word == "paced":
         return Holder("", until, 0, "paced", None, {"pace": parse_terms(told).pace})
-    return paused(pause_in(live_terms_of(f"{told}\n{terms.live}", reply.now_us / US)), until)
+    return paused(key, told, terms.live, until, reply.now_us / US)

@@ -223,7 +223,7 @@ class Holder:
         if self.state == "paced":
             return f"its pace of {self.info.get('pace')} until {clock(self.deadline)}"
         if self.state == "paused":
-            return f"a pause until {clock(self.deadline)}{_why(self.info)}"
+            return _pause(self.deadline, self.info)
         if self.state == "foreign":
             until = f"valid until {clock(self.deadline)}" if self.deadline else "not a time, so it never ends"
             return f"a foreign client (value {self.value!r}, {until})"
@@ -284,9 +284,13 @@ def _info(text: str, token: str) -> dict[str, Any]:
     return info if task_id is None else {"task_id": task_id, **info}
 
 
-def _why(info: Mapping[str, Any]) -> str:
-    by, because = info.get("by"), info.get("because")
-    return (f" by {by}" if by else "") + (f": {because}" if because else "")
+def _pause(deadline: float | None, info: Mapping[str, Any]) -> str:
+    """Whose pause it is, until when, by whom and why; and what ends it."""
+    by, because, scope = info.get("by"), info.get("because"), info.get("scope")
+    of = f" of all calls of {scope}" if scope else ""
+    source = (f" by {by}" if by else "") + (f": {because}" if because else "")
+    ends = wording.resume(str(scope or info.get("key")))
+    return f"a pause{of} until {clock(deadline)}{source} ({ends} ends it)"
 
 
 def clock(moment: float | None) -> str:

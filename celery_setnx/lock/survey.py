@@ -48,7 +48,7 @@ def survey(client: Any, prefix: str, *, marks: bool = True) -> Iterator[Sighting
     live = live_terms_of_tasks(client, prefix)
     of_task = partial(_terms_at, live) if live else _unknown
     for seen in _each(client, sorted(counts.items()), of_task):
-        if seen.is_lock or seen.queued is not None or seen.last_start is not None:
+        if seen.is_lock or seen.live or seen.queued is not None or seen.last_start is not None:
             yield seen
 
 

@@ -161,6 +161,27 @@ def test_paced_lock_fits_a_narrow_terminal(narrow, cli):
     terminal.interrupt()
 
 
+def test_pause_is_seen_in_a_narrow_terminal(narrow, cli):
+    """In `list`, `watch`, `why` and `terms`: whose, until when, by whom and why, in whole words."""
+    terminal, width, _height = narrow
+    terminal.run("pause", "tests.cliapp.sync", "7", "--for", "2h", "--because", "partner down")
+    terminal.shows("for 2 h 0 min.", "code=0")
+    for command, ends in (("list", "code=0"), ("watch", "Ctrl-C")):
+        terminal.run(command)
+        screen = terminal.shows("paused", "1 lock", ends)
+        (line,) = [line for line in screen.splitlines() if "paused" in line]
+        assert re.match(r"tests\.cliapp\.sync +paused +- +in 1 h 59 min +- +- ", line), line
+        assert max(map(len, screen.splitlines())) <= width
+    terminal.interrupt()
+    terminal.run("why", "tests.cliapp.sync", "7")
+    screen = terminal.shows("code=1")
+    assert "    celery -A APP setnx resume tests.cliapp.sync 7" in screen.splitlines()
+    terminal.run("terms")
+    words = " ".join(terminal.shows("code=0").split())
+    told = rf"{re.escape(cli.key())}: paused for 1 h 59 min more by .*: partner down\. 1 live term under t\."
+    assert re.search(told, words), words
+
+
 def test_list_of_marks_fits_a_narrow_terminal(narrow, cli):
     """When each call is due, how many it has superseded and when its mark lapses are whole."""
     terminal, width, _height = narrow
