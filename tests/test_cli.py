@@ -1864,7 +1864,7 @@ def test_paused_key_is_seen_as_paused(cli):
     assert cells()[:2] == [f"{TASK}sync", "paused"]
     told = ask("why", f"{TASK}sync", "7", ends=1).stdout.splitlines()
     assert re.fullmatch(r"No: its key is paused for .* more by .*: partner down\.", told[0])
-    assert told[1].strip().startswith("A call now would wait in line, and others would be skipped")
+    assert told[1].strip().startswith("A call now would wait in line; others would be skipped")
     (row,) = ask_json("terms")
     assert (row["key"], row["name"], row["because"]) == (cli.key(), "pause", "partner down")
     assert 7100 < row["ends_in_s"] <= 7200

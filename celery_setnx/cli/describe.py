@@ -494,7 +494,7 @@ def _alone(sighting: Sighting, call: str) -> str:
     """What becomes of a call in a pause that `auto` would skip else."""
     if sighting.waiting:
         return f"{call} would be skipped, as another of its key waits (on_conflict='auto')."
-    return f"{call} would wait in line, and others would be skipped (on_conflict='auto')."
+    return f"{call} would wait in line; others would be skipped (on_conflict='auto')."
 
 
 def _held(sighting: Sighting) -> str:

@@ -73,6 +73,11 @@ COMMANDS: list[Run | Elsewhere] = [
     Elsewhere(".*", f"{_PRINTED}::test_quickstart_goes_as_printed", ("docs/quickstart.md",)),
     Elsewhere(".*", "tests/docs/test_runbook.py::test_runbook_goes_as_printed", ("docs/runbook.md",)),
     Elsewhere(
+        r"celery -A shop setnx ((pause|resume|limit|rate|terms)\b.*|why shop\.sync 42)",
+        "tests/docs/test_runbook.py::test_live_terms_go_as_printed",
+        ("docs/cli.md",),
+    ),
+    Elsewhere(
         r"redis-cli -u \S+ (SETNX|SET) .*|celery -A shop setnx release --force --yes \S+",
         f"{_PRINTED}::test_lock_by_hand_goes_as_printed",
         ("docs/recipes.md",),

@@ -1,12 +1,16 @@
 """Who follows a page: writes its files, runs its commands, and compares what they say."""
 
 import contextlib
+import fcntl
 import os
+import pty
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from tests.harness import wait_until
 # Installed as printed, from a clone of its own; else the suite's own virtual environment plays its part.
 INSTALL = bool(os.environ.get("QUICKSTART_INSTALL"))
 INSTALLS = ("python3 -m venv", ". .venv/bin/activate", "pip install")
+COLUMNS = 80  # of a terminal
 # What differs from run to run, the longest first: a list's columns are as wide as what is in them.
 VARIES = (
     (r"\[\d{4}-\d\d-\d\d [\d:,]+: (\w+)/[\w-]+\]", r"[\1]"),
@@ -26,6 +31,7 @@ VARIES = (
     (r"value '?\d{10}'?", "value UNIX"),
     (r"celery@[\w.-]+", "WORKER"),
     (r"by \S+ on [\w.-]+?\.? (?=It was)", "by USER. "),
+    (r"more by \S+ on [\w.-]*\w", "more by USER"),
     (r"pid \d+", "pid PID"),
     (r"redis://\S+", "URL"),
     (r"(Redis|Valkey) \d[\d.]*", "SERVER"),
@@ -125,6 +131,20 @@ class Reader:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         return said, process.returncode
+
+    def see(self, command: str) -> str:
+        """What a command shows in a terminal of 80 columns, without colours and log lines."""
+        screen, keyboard = pty.openpty()
+        fcntl.ioctl(keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+        process = self._begin(f"NO_COLOR=1 TERM=xterm {command}", keyboard)
+        os.close(keyboard)
+        shown = b""
+        with open(screen, "rb", buffering=0) as output, contextlib.suppress(OSError):  # as Linux ends it
+            while more := output.read(4096):
+                shown += more
+        process.wait(100)
+        lines = re.sub(r"\x1b\[[\d;]*m", "", shown.decode()).splitlines()
+        return "\n".join(line for line in lines if not re.match(r"\[\d{4}-", line))
 
     def start(self, command: str) -> None:
         """A worker, in a terminal of its own."""

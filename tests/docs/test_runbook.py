@@ -9,10 +9,10 @@ import pytest
 import redis
 
 from tests.docs.pages import Block, blocks, commands, sections, text_of
-from tests.docs.reader import Reader, alike, reading
+from tests.docs.reader import COLUMNS, Reader, alike, reading
 from tests.harness import wait_until
 
-PAGE = "docs/runbook.md"
+PAGE, CLI = "docs/runbook.md", "docs/cli.md"
 _FIRST = "celery -A shop setnx why shop.sync 42"  # before the first section, which runs it as well
 ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 SHOP = """
@@ -45,6 +45,10 @@ def rebuild(name): ...
 
 @app.task(base=SingletonTask, singleton={"rate": "10/m"})
 def notify(partner): ...
+
+
+@app.task(base=SingletonTask, singleton={"limit": 5})
+def export(name): ...
 
 
 @app.task(base=SingletonTask, bind=True, singleton={"key": "order_id", "hold_on_retry": True})
@@ -99,6 +103,19 @@ class Shop(Reader):
             for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
                 command, _, printed = part.partition("\n")
                 self._follow(ID.sub(self.task_id, command), alike(printed), where)
+
+    def watch(self, block: Block) -> None:
+        """Run a block's commands in a terminal, and compare all that they show, word by word."""
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command, _, printed = part.partition("\n")
+            where = f"{block.line}: {command}"
+            assert max(map(len, printed.splitlines())) <= COLUMNS, where
+            words = alike(" ".join(printed.split()))
+            shown = self.see(command)
+            assert alike(" ".join(shown.split())) == words, f"{where} shows:\n{shown}"
+            if " pause shop.notify " in command:  # its customers go on
+                self.publish('notify.delay("partner")')
+                self.wait_for_log(f"[{self.task_id}] waits in line")
 
     def _follow(self, command: str, printed: list[str], where: str) -> None:
         """It says what is printed, and maybe other lines between; `why` is asked until it does."""
@@ -167,9 +184,14 @@ STAGES: dict[str, Callable[[Shop], None]] = {
     "A rate limit holds it back": _partner_is_notified,
     "Held for a retry": _charge_is_retried,
     "A foreign value": _key_is_set_by_hand,
+    "Pause and resume": lambda shop: None,
     "Stop a running task": _sync_runs,
     "Redis was restarted": lambda shop: None,
 }
+
+
+SEEN = ("Pause and resume",)
+"""What is printed as a terminal shows it, whole."""
 
 
 @pytest.fixture
@@ -188,6 +210,15 @@ def test_runbook_goes_as_printed(shop):
         found = blocks(parts[heading])
         stage(shop)
         for block in found:
-            shop.follow(block)
+            (shop.watch if heading in SEEN else shop.follow)(block)
         ran += commands(found)
     assert commands(blocks(text)) == [_FIRST, *ran]
+
+
+def test_live_terms_go_as_printed(shop):
+    """All that docs/cli.md shows of them, in its order."""
+    parts = sections(text_of(CLI))
+    shop.start_worker()
+    for heading in ("pause", "resume", "limit", "rate", "terms"):
+        for block in blocks(parts[heading]):
+            shop.watch(block)
