@@ -601,6 +601,57 @@ with guarded(app):
 assert dict(database.execute("SELECT id, state FROM payment"))[4] == "new"  # its note was refused
 """,
         ),
+        # 429: not now
+        Fragment(
+            "self.lock.hold_back(retry_after",
+            before="""
+client.flushall()
+answers, sent = [(429, 600), (200, None), (200, None)], []
+def send(partner, number):
+    sent.append((partner, number))
+    return answers.pop(0)
+""",
+            after="""
+from celery_setnx.terms import live_terms
+with guarded(app):
+    refused = push.apply(["acme", 1], throw=False)
+    assert refused.state == "RETRY" and sent == [("acme", 1)]
+    (terms,) = live_terms(app).values()
+    (pause,) = terms
+    assert (pause.name, pause.because) == ("pause", "429") and pause.by.startswith("task ")
+    push.apply(["bolt", 1]).get()
+    push.apply(["acme", 2])
+    assert sent == [("acme", 1), ("bolt", 1)]
+    pass_time(600, push, "acme")
+    push.apply(["acme", 2]).get()
+assert sent == [("acme", 1), ("bolt", 1), ("acme", 2)]
+""",
+        ),
+        # Pause a task during a release
+        Fragment(
+            'syncs = Whose(scope="proj.sync")',
+            before="""
+client.flushall()
+@app.task(base=SingletonTask, name="proj.sync", singleton={"key": "account_id"})
+def sync(account_id):
+    return "synced"
+app.finalize()
+""",
+            after="""
+from threading import Timer
+from celery_setnx.terms import live_terms
+from celery_setnx.testing import hold
+with guarded(app), hold(sync, 7) as running:
+    Timer(4, running.release).start()
+    def migrate():
+        assert not running.lives
+        assert [term.because for term in live_terms(app)[syncs]] == ["release 42"]
+        client.set("migrated", 1)
+    release(migrate)
+    assert client.exists("migrated") and live_terms(app) == {}
+    assert sync.apply([8]).get() == "synced"
+""",
+        ),
         # Lock by hand
         Fragment("def bill(", after='assert bill.lock_key("today") == "setnx:{proj.bill}"'),
         # Without Celery

@@ -201,6 +201,7 @@ def shop(tmp_path) -> Iterator[Shop]:
         yield shop
 
 
+@pytest.mark.timeout(600)  # some forty commands
 def test_runbook_goes_as_printed(shop):
     """Every case as it is, every command, every line that is shown."""
     text = text_of(PAGE)
