@@ -220,6 +220,6 @@ def test_live_terms_go_as_printed(shop):
     """All that docs/cli.md shows of them, in its order."""
     parts = sections(text_of(CLI))
     shop.start_worker()
-    for heading in ("pause", "resume", "limit", "rate", "terms"):
+    for heading in ("pause", "limit", "rate", "terms"):
         for block in blocks(parts[heading]):
             shop.watch(block)
