@@ -240,6 +240,14 @@ def test_body_holds_its_key_back(locks, clock):
     start(locks, "comes")
 
 
+def test_lock_that_knows_no_pause_holds_nobody_back(locks, clock):
+    """A plain one: the next to acquire it does not ask, so that is said."""
+    held = SetnxLock(locks, NAME).acquire().lock
+    with pytest.raises(ValueError, match="hold_back needs a lock of a task"):
+        held.hold_back(30)
+    assert not locks.exists(terms_name(NAME))
+
+
 def test_body_ends_no_pause_sooner(locks, clock):
     """An operator's stands; a longer one of its own takes its place."""
     set_term(locks, "pause", 0)
@@ -269,14 +277,6 @@ def test_reason_of_a_body_is_short(locks, because):
     start(locks).hold_back(30, because)
     (term,) = live_terms_of(locks.get(terms_name(NAME)))
     assert (term.because[:4], len(term.because)) == ("429 ", 300)
-
-
-def test_plain_lock_holds_nobody_back(locks):
-    """Its callers ask for no live terms, so it does not say that they wait."""
-    plain = the_lock(locks, line=False).acquire().lock
-    with pytest.raises(ValueError, match="is no lock of a task"):
-        plain.hold_back(30)
-    assert locks.exists(terms_name(NAME)) == 0
 
 
 @pytest.mark.parametrize("seconds", [0, -1, 86_401])

@@ -149,16 +149,18 @@ class HeldLock:
             Seconds for which no call of the key starts.
 
         Raises:
-            ValueError: The seconds are not positive, or more than a day; or this is a plain `SetnxLock`,
-                whose callers ask for no live terms.
+            ValueError: The seconds are not positive, or more than a day; or it is a `SetnxLock` that knows no
+                pause, as it has neither `line`, `limit` nor `rate`.
             LockLost: The lock is no longer ours, and nothing was changed.
             LockUnavailable: Redis did not answer.
             LockRefused: Redis refuses the command.
         """
         if not 0 < seconds <= _DAY_S:
             raise ValueError(f"hold_back takes more than 0 seconds and at most a day, not {seconds!r}")
-        if not self._lock.line:
-            raise ValueError(f"{self.key} is no lock of a task: its next caller would not be held back")
+        if not self._lock.line:  # the next to acquire it would not ask
+            raise ValueError(
+                f"hold_back needs a lock of a task, or one with a line, a limit or a rate: {self.key}"
+            )
         told = {"because": because, "by": self._name(), "since": round(self.server_time(), 3)}
         word, lasts_s = hold_back(self._permit, for_s=seconds, told=told)
         if word == "lost":
