@@ -77,7 +77,7 @@ def set_term(app: Celery, whose: Whose, term: NewTerm) -> Change:
     change = _changed(app, whose, term._replace(value=_value_of(app, whose, term)))
     text = "%s: %s"
     now = next(each for each in change.after if each.name == term.name)
-    logger.warning(text, whose, now.told(), extra=fields(key=whose.key))
+    logger.warning(text, whose, now.told(), extra=fields("by_hand", key=whose.key))
     return change
 
 
@@ -100,7 +100,9 @@ def end_term(app: Celery, whose: Whose, name: Name, *, by: str) -> Change:
     change = _changed(app, whose, NewTerm(name, 0.0))
     ended = next((each for each in change.before if each.name == name), None)
     if ended is not None:
-        logger.warning("%s: no longer %s; ended by %s.", whose, ended.what, by, extra=fields(key=whose.key))
+        logger.warning(
+            "%s: no longer %s; ended by %s.", whose, ended.what, by, extra=fields("by_hand", key=whose.key)
+        )
     return change
 
 

@@ -1873,6 +1873,17 @@ def test_paused_key_is_seen_as_paused(cli):
     assert ask("why", f"{TASK}sync", "7", ends=0).stdout.startswith("Yes")
 
 
+def test_pause_and_its_end_are_logged_as_done_by_hand(cli, caplog):
+    """With the key, by whom and why."""
+    ask("pause", cli.key(), "--because", "partner down", ends=0)
+    ask("resume", cli.key(), ends=0)
+    told = [record for record in caplog.records if record.name == "celery_setnx"]
+    assert [(each.setnx_event, each.setnx_key) for each in told] == [("by_hand", cli.key())] * 2
+    paused, resumed = (each.getMessage() for each in told)
+    assert re.fullmatch(rf"{re.escape(cli.key())}: paused until .* UTC by \S+ on .*: partner down\.", paused)
+    assert re.fullmatch(rf"{re.escape(cli.key())}: no longer paused; ended by \S+ on .*\.", resumed)
+
+
 def test_second_call_of_a_paused_key_would_be_skipped(cli):
     """One waits, and is first."""
     ask("pause", cli.key())

@@ -140,7 +140,8 @@ class Holder:
             it; `paced`: nobody has it, and no call may start before the deadline; or `paused`: the same,
             because an operator or a body has said so.
         since: Server time (Unix seconds) of the acquisition; None if foreign.
-        info: Details of the holder: task, about, task_id, worker, host, pid.
+        info: Details of the holder: task, about, task_id, worker, host, pid. Of a pause: because, by, and
+            whose it is, as scope or key.
         value: The lock's value in Redis.
         waiters: The first hundred in line for the lock, if they were asked for.
         waiting: How many wait in line.
