@@ -9,9 +9,12 @@ from celery import Celery, current_task
 
 import tests.app
 from celery_setnx import SingletonTask
-from celery_setnx.call import back
+from celery_setnx.call import back, wake
+from celery_setnx.connection import client_for
+from celery_setnx.lock.names import terms_name
 from celery_setnx.run import courier
 from tests.app import body, control, journal, wait_for_gate
+from tests.harness import server_us
 
 # Locks live where the settings of a test say, be it only its broker or its backend.
 make_app = partial(tests.app.make_app, "topologies", setnx_url=None, setnx_same_host=False)
@@ -53,6 +56,20 @@ def make_tasks(app: Celery) -> SimpleNamespace:
         control.incr("ended")
         return name
 
+    @task("partner", on_conflict="wait")
+    def partner(self: Any, name: str, says_429_for_s: float = 0.0) -> str:
+        """Its partner may say "not now": then it journals for how long, by the server's clock."""
+        about = {"task_id": self.request.id, "name": name, "fence": self.lock.fence}
+        journal.write("start", **about)
+        if says_429_for_s:
+            self.lock.hold_back(says_429_for_s, "429")
+            client = client_for(self.app)
+            text = client.get(terms_name(self.lock.key)).decode()
+            until_us = int(text.split()[1])
+            journal.write("held back", since_us=server_us(client), until_us=until_us, **about)
+        journal.write("end", **about)
+        return name
+
     @task("tell")
     def tell(self: Any, name: str) -> dict[str, Any]:
         """Returns what its message said, and the way it came."""
@@ -81,15 +98,15 @@ def make_tasks(app: Celery) -> SimpleNamespace:
         """Waits for its lock three seconds at a time."""
         return body(name)
 
-    return SimpleNamespace(
-        app=app, work=work, careful=careful, once=once, load=load, tell=tell, again=again, paced=paced
-    )
+    names = work, careful, once, load, partner, tell, again, paced
+    return SimpleNamespace(app=app, **{each.name.rpartition(".")[2]: each for each in names})
 
 
 app = make_app()
 tasks = make_tasks(app)
 # Couriers come as soon as a test says, and not after a minute and every ten minutes.
 courier.FIRST_S, courier.LATER_S = app.conf.get("courier_waits_s") or (courier.FIRST_S, courier.LATER_S)
+wake._LOOK_S = app.conf.get("looks_after_s") or wake._LOOK_S
 
 
 def hang(*_args: Any, **_options: Any) -> None:

@@ -18,9 +18,11 @@ from celery_setnx.connection import client_for
 from celery_setnx.doctor.broker import courier_findings
 from celery_setnx.exceptions import FanOutFailed
 from celery_setnx.lock.names import line_names
+from celery_setnx.terms import Whose
 from examples.embedded import EmbeddedServer
 from tests.conftest import LOCK_DB
 from tests.harness import Journal, settle_marks, wait_until
+from tests.pausing import KEYS, Load, Operator, pause_under_load
 from tests.topologies.conftest import APP
 from tests.topologies.contract import each_key_runs_once
 from tests.topologies.rabbitmq import RabbitMQ
@@ -239,6 +241,20 @@ def test_waiting_calls_run_in_order_and_are_woken_at_once(tasks, journal, gates,
     assert [start["task_id"] for start in starts] == [call.id for call in calls]
     hand_overs = [start["at"] - end["at"] for start, end in zip(starts[1:], ends)]
     assert max(hand_overs) < 1, hand_overs
+
+
+def test_pause_under_load_starts_nothing_and_loses_nothing(work_with, settings, locks, journal, note):
+    """Two workers, a key of each call's and then the whole task; what waits goes on at once, in its order."""
+    both = [work_with(**settings, looks_after_s=30) for _ in range(2)]
+    task, operator = both[0].load, Operator(both[0].app, *(tasks.worker for tasks in both))
+    for whose in [Whose(key=task.lock_key(key)) for key in KEYS], [Whose(scope=task.name)]:
+        load = Load(task, journal)
+        try:
+            told = pause_under_load(load, operator, whose)
+        finally:
+            load.stop()
+            operator.resume_all()
+        note(f"RabbitMQ: the first start after the end of {len(whose)} pauses: {told}")
 
 
 @in_both_kinds
