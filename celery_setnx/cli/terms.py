@@ -55,7 +55,7 @@ def change(
         raise click.UsageError("`own` ends it now: give no --for and no --because")
     else:
         _end(app, whose, name)
-    for line in _workers(app) if whose.scope else ():
+    for line in _workers(app, at_once=bool(whose.key)) if whose.scope or value != "own" else ():
         say(f"  {line}")
 
 
@@ -97,8 +97,8 @@ def listed(app: Celery, *, as_json: bool) -> None:
     say(f"{count} under {prefix(app)}.", err=True)
 
 
-def _workers(app: Celery) -> Iterator[str]:
-    """Which workers know of live terms, as far as they answer."""
+def _workers(app: Celery, *, at_once: bool) -> Iterator[str]:
+    """Which workers know of live terms, as far as they answer; `at_once`: only which do not."""
     try:
         replies = app.control.broadcast("setnx_terms", reply=True, timeout=_ANSWER_S) or []
     except Exception as error:  # noqa: BLE001 - whatever the transport raises
@@ -109,6 +109,8 @@ def _workers(app: Celery) -> Iterator[str]:
     if deaf:
         what = "knows no live terms, and does" if len(deaf) == 1 else "know no live terms, and do"
         yield f"{many(len(deaf), 'worker')} {what} not heed this: {', '.join(deaf)}."
+    if at_once:
+        return
     heed = len(told) - len(deaf)
     if heed:
         yield f"{many(heed, 'worker')} will heed it within two seconds."
