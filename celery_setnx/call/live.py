@@ -20,7 +20,7 @@ from celery_setnx.options import settings_of
 logger = Log("celery_setnx")
 
 _KNOWN = "_setnx_live_terms"
-_FRESH_S = 2.5  # for which a process goes by what it knows: a worker's parent reads every two seconds
+_FRESH_S = 2.0  # for which a process goes by what it knows; a worker's parent reads as often
 
 
 class KnownTerms(NamedTuple):

@@ -13,15 +13,16 @@ from tests.harness import Worker
 from tests.topologies.servers import not_here
 
 ROOT = Path(__file__).parents[2]
-KNOWS_NO_TERMS = "6606b100e6e9db90a11cc867a9c338269b183720"
 
 
-def lay_out(commit: str, directory: Path) -> Path:
-    """The package, its tests and examples as they were."""
-    command = ["git", "-C", str(ROOT), "archive", commit, "celery_setnx", "tests", "examples"]
-    archived = subprocess.run(command, capture_output=True, check=False)
-    if archived.returncode:
-        not_here(f"no commit {commit}: {archived.stderr.decode()}")
+def lay_out_before(path: str, directory: Path) -> Path:
+    """The package, its tests and examples as they were before they had that file."""
+    git = partial(subprocess.run, capture_output=True, check=False, cwd=ROOT)
+    added = git(["git", "log", "--diff-filter=A", "--format=%P", "--", path])
+    before = added.stdout.decode().split()
+    archived = git(["git", "archive", *before[-1:], "celery_setnx", "tests", "examples"]) if before else added
+    if archived.returncode or not before:
+        not_here(f"no release before {path} in git: {archived.stderr.decode()}")
     with tarfile.open(fileobj=io.BytesIO(archived.stdout)) as tree:
         tree.extractall(directory, filter="data")
     return directory

@@ -11,17 +11,18 @@ import pytest
 
 from celery_setnx.terms import Whose
 from tests.harness import Worker, wait_until
-from tests.migration.older import KNOWS_NO_TERMS, lay_out, older_worker
+from tests.migration.older import lay_out_before, older_worker
 from tests.pausing import Operator
 
 APP = "tests.waitapp"
+KNOWS_TERMS = "celery_setnx/lock/lua/terms.lua"
 OF_OLD, OF_NEW = {"queue": "older-old"}, {"queue": "older-new"}
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     """The older release."""
-    return lay_out(KNOWS_NO_TERMS, tmp_path_factory.mktemp("older"))
+    return lay_out_before(KNOWS_TERMS, tmp_path_factory.mktemp("older"))
 
 
 @pytest.fixture(scope="module")
