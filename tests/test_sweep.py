@@ -262,6 +262,14 @@ def test_terms_of_tasks_that_may_not_be_read_are_said_once(app, swept, limited, 
     assert caplog.text.count("A pause of a task is not heeded here") == 1
 
 
+def test_lines_of_a_task_that_is_slowed_down_are_looked_at_to_the_moment(app, locks, swept):
+    """As of one with a rate of its own: at 5/s, half of the starts would come with the sweeps."""
+    assert not swept._is_timed("t")
+    change_task_terms(locks, "t", "t", NewTerm("rate", 600, "5/1000000"))
+    swept._read_terms(app)
+    assert swept._is_timed("t")
+
+
 def test_worker_that_starts_in_a_pause_has_no_line_looked_at(app, locks, swept):
     """Nothing has changed for those that wait; when it has, they are looked at."""
     wait(locks, key := key_name("t", "t", ""))

@@ -27,7 +27,7 @@ from celery.worker.state import revoked_stamps
 
 from celery_setnx.call.back import stamps_in
 from celery_setnx.call.delivery import Delivery
-from celery_setnx.call.live import read_live_terms
+from celery_setnx.call.live import known_live_terms, read_live_terms
 from celery_setnx.call.message import Call, id_of
 from celery_setnx.call.switches import DISABLED
 from celery_setnx.call.wake import (
@@ -382,7 +382,11 @@ def _put_back(app: Celery, parked: ParkedCall) -> bool:
 def _is_timed(app: Celery, task: str) -> bool:
     """Whether a release of the task's lock may note when its line is due, as starts are paced or it rests."""
     guard = known_guard(app, task)
-    return guard is not None and bool(guard.options.rate or guard.options.at_least_for)
+    if guard is None:
+        return False
+    live = known_live_terms(app).texts
+    is_live = bool(live) and guard.scope_of({}) in live
+    return is_live or bool(guard.options.rate or guard.options.at_least_for)
 
 
 def _is_revoked_as(stamps: Mapping[str, Any]) -> bool:
