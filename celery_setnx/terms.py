@@ -9,8 +9,10 @@ from celery import Celery
 
 from celery_setnx.byhand import let_others_go_on, told_as_ours
 from celery_setnx.call.guard import Guard, guard_of
+from celery_setnx.call.wake import lines_of
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import OptionError
+from celery_setnx.lock.line import rouse
 from celery_setnx.lock.live import (
     Change,
     LiveTerm,
@@ -124,8 +126,12 @@ def live_terms(app: Celery) -> dict[Whose, list[LiveTerm]]:
 
 def _changed(app: Celery, whose: Whose, term: NewTerm) -> Change:
     client = client_for(app)
-    if whose.scope:  # workers see it when they sweep
-        return change_task_terms(client, settings_of(app).prefix, whose.scope, term)
+    if whose.scope:  # workers see it when they sweep; but those that start later have seen nothing change
+        prefix = settings_of(app).prefix
+        change = change_task_terms(client, prefix, whose.scope, term)
+        tasks = [name for name in app.tasks if not name.startswith("celery.")]
+        rouse(client, lines_of(app), tasks, prefix, whose.scope)
+        return change
     change = change_key_terms(client, whose.key, term)
     let_others_go_on(app, look_at(client, whose.key))
     return change

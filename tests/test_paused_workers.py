@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from celery_setnx import is_skipped, superseded_by
+from celery_setnx.call.wake import look_within
 from celery_setnx.lock.names import mark_name
 from celery_setnx.terms import Whose
-from tests.harness import wait_until
+from tests.harness import due_set, server_us, wait_until
 from tests.pausing import Operator
 from tests.stage import SOON
 
@@ -148,3 +149,15 @@ def test_newest_call_of_a_pause_runs_alone(stage, operator):
     operator.resume(whose)
     stage.has_run(calls[-1])
     assert stage.starts() == [calls[-1].id]
+
+
+def test_task_that_is_resumed_while_no_worker_runs_is_looked_at_by_the_next(locks):
+    """Its lines are due at once: no worker has seen the change."""
+    from tests import cliapp
+
+    app, task = cliapp.app, cliapp.sync
+    whose, key = Whose(scope=task.name), task.lock_key(7)
+    Operator(app).pause(whose)
+    look_within(app, task.name, key, 30.0)
+    Operator(app).resume(whose)
+    assert locks.zscore(due_set(app, task.name), key) <= server_us(locks)
