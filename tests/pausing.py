@@ -61,9 +61,10 @@ class Operator:
         return [scope for reply in replies for scope in reply[worker.node]["scopes"]]
 
     def resume_all(self) -> None:
-        """Leave nothing paused."""
-        for whose in live_terms(self.app):
-            self.resume(whose)
+        """Leave no live terms."""
+        for whose, terms in live_terms(self.app).items():
+            for term in terms:
+                end_term(self.app, whose, term.name, by=BY)
 
 
 class Sent(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from celery_setnx.terms import Whose
+from celery_setnx.terms import NewTerm, Whose, set_term
 from tests.harness import Worker, wait_until
 from tests.migration.older import lay_out_before, older_worker
 from tests.pausing import Operator
@@ -117,3 +117,10 @@ def test_commands_of_an_older_release_see_no_lock_in_live_terms(stage, operator,
     assert [lock["key"] for lock in json.loads(done.stdout)] == [stage.task.lock_key(stage.key)]
     stage.open()
     stage.has_run(running)
+
+
+def test_calls_survive_a_rate_that_one_worker_knows(stage, operator):
+    """The older one starts its own at once; all run, one at a time."""
+    set_term(stage.tasks.app, Whose(key=stage.task.lock_key(stage.key)), NewTerm("rate", 60.0, "4/s"))
+    calls = [stage.task.apply_async([stage.key], **of) for of in (OF_OLD, OF_NEW) * 6]
+    stage.have_run(calls, in_order=False)
