@@ -17,7 +17,7 @@ from celery_setnx.call.message import Call
 from celery_setnx.call.wake import lines_of
 from celery_setnx.configured import configured
 from celery_setnx.connection import client_for
-from celery_setnx.lock.line import LineEntry, claim, note_due, park, who_waits
+from celery_setnx.lock.line import LineEntry, claim, note_due, park, rouse, who_waits
 from celery_setnx.lock.live import NewTerm, change_task_terms
 from celery_setnx.lock.names import end_name, key_name, line_names
 from celery_setnx.lock.record import ORIGINAL, ServeReply
@@ -281,6 +281,19 @@ def test_worker_that_starts_in_a_pause_has_no_line_looked_at(app, locks, swept):
     change_task_terms(locks, "t", "t", NewTerm("pause", 0))
     swept._read_terms(app)
     assert claim(locks, lines_of(app), ["t"]).lines == [("t", key)]
+
+
+def test_all_lines_of_a_scope_are_looked_at_when_its_terms_change(app, locks, swept):
+    """However many there are, and whoever else shares the task: those of other scopes are not due."""
+    keys = {
+        scope: [key_name("t", scope, f"{number:x}") for number in range(1500)] for scope in ("t", "other")
+    }
+    lines = due_set(app, "t")
+    later = locks.time()[0] * 1e6 + 600e6
+    locks.zadd(lines, {key: later for of in keys.values() for key in of})
+    locks.expire(lines, 600)
+    rouse(locks, lines_of(app), ["t", "none"], "t", "t")
+    assert sorted(locks.zrangebyscore(lines, 0, later - 1)) == sorted(keys["t"])
 
 
 def test_lines_of_living_nodes_are_served_though_another_is_away(app, locks, swept, monkeypatch, caplog):

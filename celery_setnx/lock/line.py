@@ -405,8 +405,13 @@ def rouse(client: redis.Redis, lines: str, tasks: Iterable[str], prefix: str, sc
 
     Nothing is raised: each is looked at soon in any case.
     """
-    named = _in_slots(client, lines, tasks).values()
-    ROUSE.many(client, [(tuple(names), (f"{prefix}:{{{scope}",)) for names, _of in named])
+    in_slots = _in_slots(client, lines, tasks).values()
+    skips = {name: 0 for named, _of in in_slots for name in named}
+    while skips:
+        calls = [((name,), (f"{prefix}:{{{scope}", skip)) for name, skip in skips.items()]
+        replies = zip(skips, ROUSE.many(client, calls))
+        skips = {name: int(reply[0]) for name, reply in replies if isinstance(reply, list)}
+        skips = {name: skip for name, skip in skips.items() if skip >= 0}
 
 
 def _in_slots(client: Any, lines: str, tasks: Iterable[str]) -> dict[str, tuple[list[str], list[str]]]:
