@@ -116,7 +116,7 @@ class Scene(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A permit that has a value: whose it is, and whether its deadline is ahead."""
+    """A permit that has a value, and whose it is."""
 
     number: int
     token: str
@@ -126,7 +126,7 @@ class Held(NamedTuple):
 
     @property
     def is_live(self) -> bool:
-        """It counts still."""
+        """Its deadline is ahead."""
         return self.deadline > START
 
     def is_handed_to(self, name: str) -> bool:
@@ -264,8 +264,8 @@ class Live:
     def _times(self, scene: Scene) -> Iterator[Step]:
         keys, seen = dict(scene.keys), shown(scene.keys)
         for name, _ in filter(lambda each: each[1], scene.said._asdict().items()):
-            lines = ((field, PAST if field == name else till, rest) for field, till, rest in seen.terms)
-            text = "\n".join(f"{field} {till} {rest}" for field, till, rest in lines)
+            lines = ((kind, PAST if kind == name else till, rest) for kind, till, rest in seen.terms)
+            text = "\n".join(f"{kind} {till} {rest}" for kind, till, rest in lines)
             past = newest._with_key(scene, TERMS, text)
             yield Event(None, f"{name} is over"), past._replace(said=scene.said._replace(**{name: 0}))
         if seen.of_task or scene.heard or any(process.live for process in scene.processes):
