@@ -34,7 +34,7 @@ __all__ = ["LiveTerm", "NewTerm", "Whose", "end_term", "live_terms", "set_term"]
 
 logger = Log("celery_setnx")
 
-LONGEST_S = 366 * 86_400.0
+SHORTEST_S, LONGEST_S = 0.001, 366 * 86_400.0
 
 
 class Whose(NamedTuple):
@@ -72,8 +72,8 @@ def set_term(app: Celery, whose: Whose, term: NewTerm) -> Change:
         LockUnavailable: Redis did not answer; it may be changed all the same.
         LockRefused: Redis refuses a command.
     """
-    if not 0 < term.for_s <= LONGEST_S:
-        raise OptionError(f"a live term lasts more than 0 s, and a year at most, not {term.for_s:g} s")
+    if not SHORTEST_S <= term.for_s <= LONGEST_S:
+        raise OptionError(f"a live term lasts a millisecond at least, a year at most, not {term.for_s:g} s")
     if whose.key and not (whose.key.startswith(f"{settings_of(app).prefix}:{{") and whose.key.endswith("}")):
         raise OptionError(f"{whose.key!r} is no name of a lock of this app's tasks: nobody would heed it")
     change = _changed(app, whose, term._replace(value=_value_of(app, whose, term)))

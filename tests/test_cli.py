@@ -1941,7 +1941,7 @@ def test_limit_and_rate_end_when_ones_own_count_again(cli, arguments, said):
         (["rate", "sync", "ten"], "must be text such as '10/m'"),
         (["limit", "several", "101"], "limit"),
         (["pause", "sync", "--for", "2y"], "2y"),
-        (["pause", "sync", "--for", "0"], "not 0 s"),
+        (["pause", "sync", "--for", "0"], "a millisecond at least"),
         (["pause", "sync", "--for", "367d"], "a year at most, not 3.17088e+07 s"),
         (["pause", "nosuch"], "The app has no task"),
         (["resume", "sync"], f"Nothing has changed: no pause of all calls of {TASK}sync."),

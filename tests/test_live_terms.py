@@ -21,7 +21,7 @@ from celery_setnx.lock.live import (
     live_terms_of_tasks,
 )
 from celery_setnx.lock.look import look
-from celery_setnx.lock.names import line_names, starts_name, terms_name
+from celery_setnx.lock.names import line_names, live_terms_name, starts_name, terms_name
 from celery_setnx.lock.outcome import Outcome
 from celery_setnx.lock.record import ORIGINAL, ServeReply, Terms, task_token
 from celery_setnx.lock.verbs import Caller
@@ -458,3 +458,9 @@ def test_key_of_another_type_blocks_nobody(locks, clock):
     locks.expire(terms_name(NAME), 60)
     start(locks).release()
     assert look(locks, NAME).live == ()
+
+
+def test_value_of_another_type_beside_tasks_is_none_of_theirs(locks):
+    """Another program's: no worker, and no command, stops at it."""
+    locks.set(live_terms_name("t"), "foreign", px=60_000)
+    assert live_terms_of_tasks(locks, "t") == {}

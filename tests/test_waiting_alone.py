@@ -17,9 +17,10 @@ from celery_setnx.call.broker import broker_of
 from celery_setnx.call.message import Call
 from celery_setnx.call.wake import COURIER, give_turns, look_within, wake
 from celery_setnx.lock.line import have_begun, park
+from celery_setnx.lock.live import NewTerm, change_key_terms
 from celery_setnx.lock.names import line_names, ticket_name
 from celery_setnx.lock.outcome import Outcome
-from celery_setnx.lock.record import ORIGINAL, Heir, Holder
+from celery_setnx.lock.record import ORIGINAL, Heir, Holder, task_token
 from celery_setnx.lock.verbs import Caller
 from celery_setnx.options import Options
 from celery_setnx.run import courier
@@ -223,6 +224,21 @@ def test_line_of_a_lock_that_rests_since_the_conflict_is_due_when_the_rest_is_ov
         assert len(couriers(task.app, "far")) == 1
         due_s = (locks.zscore(due_set(task.app, "t"), KEY) - server_us(locks)) / 1e6
     assert due_s <= 5
+
+
+def test_line_of_a_call_that_was_paused_is_looked_at_soon(server, locks):
+    """Whoever ended the pause has seen nobody there, and no worker will hear of it again."""
+    change_key_terms(locks, KEY, NewTerm("pause", 600))
+    outcome = SetnxLock(locks, KEY, line=True, lease=30).acquire(token=task_token("id-1", 0, "0a"))
+    change_key_terms(locks, KEY, NewTerm("pause", 0))
+    assert outcome.paused
+    call = Call("t", "id-1", key=KEY, since=outcome.server_time)
+    with running(server.url(1)) as task:
+        with pytest.raises(Parked):
+            stand_in_line(task, call, Options(on_conflict="wait"), outcome)
+        assert len(couriers(task.app, "far")) == 1
+        due_s = (locks.zscore(due_set(task.app, "t"), KEY) - server_us(locks)) / 1e6
+    assert due_s <= 2
 
 
 @pytest.mark.parametrize("is_free", [True, False], ids=["free for those who wait", "about to end"])

@@ -159,11 +159,13 @@ def _changed(client: Any, key: str, scope: str, term: NewTerm) -> Change:
 
 
 def live_terms_of_tasks(client: Any, prefix: str) -> dict[str, str]:
-    """The live terms of all tasks, by scope."""
+    """The live terms of all tasks, by scope. Where another program has a value of another type: none."""
     name = live_terms_name(prefix)
     try:
         found = ask(client, ("HGETALL", name))
     except REDIS_ERRORS as error:
+        if str(error).startswith("WRONGTYPE"):
+            return {}
         raise translated(name, error) from error
     pairs = list(found.items()) if isinstance(found, dict) else list(zip(found[::2], found[1::2]))
     return {_text(scope): _text(text) for scope, text in pairs}

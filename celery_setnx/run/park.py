@@ -50,6 +50,9 @@ from celery_setnx.run.decide import Place
 from celery_setnx.signals import lock_waiting
 
 logger = Log("celery_setnx")
+_RESUMED_S = (
+    2.0  # after which the line of a paused call is looked at once: its pause may have ended meanwhile
+)
 # One that is superseded asks for the lock once more, and hears of the newer call.
 _NOT_PARKED: dict[str, Place] = {
     "stale": "stale",
@@ -188,6 +191,8 @@ def _note_holder(conflict: Conflict, found: ParkReply) -> float | None:
     """
     is_paced, holder = conflict.outcome.paced, found.holder
     holds_s = conflict.remaining_s if is_paced else remaining_s(found)
+    if conflict.outcome.paused and holds_s is not None:
+        holds_s = min(holds_s, _RESUMED_S)
     ends_first = cast("Holder", conflict.outcome.ends_first)
     # One that rests by now began to before anybody waited.
     is_same = holder is not None and (holder.token, holder.state) == (ends_first.token, ends_first.state)
