@@ -16,8 +16,11 @@ local function changed(text, name, till, rest)
   return table.concat(lines, '\n'), last
 end
 
--- When the pause ends that the text knows of (us); 0 = there is none.
+-- When the pause that the text knows of ends, or has ended (us); 0 = there is none.
 local function paused_till(text)
-  local till = string.match('\n' .. (text or ''), '\npause (%d+) ')
-  return till and #till < 18 and now < tonumber(till) and tonumber(till) or 0
+  local last = 0
+  for till in string.gmatch('\n' .. (text or ''), '\npause (%d+) ') do
+    if #till < 18 then last = math.max(last, tonumber(till)) end
+  end
+  return last
 end
