@@ -36,7 +36,7 @@ _RENEWALS = 5  # of a holder between the looks at its lock
 
 
 def locks(app: Celery) -> Iterator[Sighting]:
-    """Every lock of the app that somebody has or waits for, or whose pace allows no start; by key.
+    """Every lock of the app that somebody has or waits for, or whose pace or pause allows no start; by key.
 
     Reads all keys of the app's prefix by SCAN, many locks in a round trip.
 
