@@ -10,6 +10,7 @@ SHARES = {
     "locks": "promise and locks",
     "calls": "promise and calls",
     "newest": "promise and newest",
+    "live": "promise and live",
     "planted defects, and replays": "not promise",
 }
 

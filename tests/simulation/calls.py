@@ -14,6 +14,7 @@ from celery.worker import state
 
 from celery_setnx import SingletonTask
 from celery_setnx.call.message import Call
+from celery_setnx.lock.held import HeldLock
 from celery_setnx.lock.lock import AHEAD_S
 from celery_setnx.lock.record import ORIGINAL, Holder
 from celery_setnx.signals import lock_conflict, lock_released
@@ -89,6 +90,7 @@ class Calls:
     tasks = of_app = TASKS  # those that it plays, and all of an app: a sweep shuffles them
     made: list[Celery] = []
     publisher: Callable[[Calls], Publisher] = Publisher
+    trouble_s = TROUBLE_S
 
     def __init__(self, seed: int, task: str = "") -> None:
         global _playing
@@ -113,7 +115,7 @@ class Calls:
         self.stored_us: dict[str, int] = {}  # when it was stored that a call has succeeded
         self.dropped: set[str] = set()
         self.workers: list[workers.Worker] = []
-        world.calm_at_us = world.now_us + round(TROUBLE_S * US)
+        world.calm_at_us = world.now_us + round(self.trouble_s * US)
         world.at(world.now_us, self.server.trouble)
         world.at(world.calm_at_us + round(SWEPT_S * US), self.watch)
         world.on_death = self.on_death
@@ -127,6 +129,11 @@ class Calls:
     def mark_ends_at_start(self) -> bool:
         """Whether no call is a duplicate of one that has begun."""
         return self.task == "queued"
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether calls may have to wait for long, though all is well."""
+        return "rate" in self.tasks[self.task][0]
 
     def publish(self) -> None:
         """Start a publisher, or one in the stead of one that has died."""
@@ -177,6 +184,7 @@ class Calls:
         life = self.begins(task, what)
         for _ in range(3):
             sleep(seconds / 3)
+            self.works(task)
             life.is_lost = life.is_lost or not life.relies
             self.checker.touches(life)
         self.checker.ends(life)
@@ -190,11 +198,14 @@ class Calls:
                 raise
         return number if what != "unstorable" else 1j  # no JSON: Celery fails it
 
+    def works(self, task: Any) -> None:
+        """What else a body does under its lock."""
+
     def begins(self, task: Any, what: str) -> Life:
         """A body begins: of a call that has not ended, and of each attempt once."""
         request, held, options = task.request, task.lock, task._guard.options
         rate = (options.terms.starts, options.terms.period_s) if options.rate else None
-        life = self.checker.begins(held, options.limit, rate)
+        life = self.starts(task, held, options.limit, rate)
         self.began.setdefault(request.id, self.world.now_us)
         has_twin = self.has_twin(task, what)
         if what == "ok" and not has_twin and task.AsyncResult(request.id).state == SUCCESS:
@@ -213,6 +224,10 @@ class Calls:
         earlier_lives.append(life)
         return life
 
+    def starts(self, task: Any, held: HeldLock, limit: int, rate: tuple[int, float] | None) -> Life:
+        """A body has a lock, on these terms."""
+        return self.checker.begins(held, limit, rate)
+
     def check_second_look(self, task: Any, earlier_lives: list[Life]) -> None:
         """A delivery that has waited for another, and not looked since, runs when that has told its end."""
         call, options = task.request._setnx_run.call, task._guard.options
@@ -221,8 +236,9 @@ class Calls:
         if has_waited and not (call.asked or options.hold_on_retry) and self.world.now_us - last_us < US:
             self.world.broken(f"{call.task_id} runs just after another delivery of it has ended")
 
-    def meets(self, call: Call, holder: Holder) -> None:
+    def meets(self, request: Any, holder: Holder) -> None:
         """A call meets a conflict: none that was woken just ahead of its start, for which it waits."""
+        call: Call = request._setnx_run.call
         is_near = holder.state == "paced" and (holder.deadline or 0.0) - self.world.now_us / US < AHEAD_S
         if call.copy != ORIGINAL and is_near and self.world.is_calm:
             self.world.broken(f"{call.task_id} was woken just ahead of its start, and is to wait once more")
@@ -292,13 +308,13 @@ class Calls:
 
     def play(self) -> World:
         """The world, when all is over: lines go on in 30 s, and what Redis has lost comes by a courier."""
-        world, is_paced = self.world, "rate" in self.tasks[self.task][0]
+        world = self.world
         for last_s in CALM_S:
             world.run(world.calm_at_us + round(last_s * US))
             left: list[str] = []
             world.spawn(world.process_of("last"), partial(self.note_ends, left), "last")
             world.run(world.now_us + US)
-            if not left or (last_s >= LAST_S and not (self.server.epoch or is_paced)):
+            if not left or (last_s >= LAST_S and not (self.server.epoch or self.is_slow)):
                 break
         for task_id in left:
             world.broken(f"{task_id} ({self.sent[task_id][0]}) has not ended")
@@ -334,7 +350,7 @@ def on_released(**told: Any) -> None:
 @lock_conflict.connect  # type: ignore[untyped-decorator]
 def on_conflict(sender: Any, holder: Holder, **_told: Any) -> None:
     """A call has met one that holds the lock, or its pace."""
-    _playing.meets(sender.request._setnx_run.call, holder)
+    _playing.meets(sender.request, holder)
 
 
 @task_success.connect  # type: ignore[untyped-decorator]

@@ -66,9 +66,9 @@ class Checker:
             world.broken(f"{held.key}: fence {held.fence} of {held.token} after {before} of {holder}")
         self._fences[fence_of] = held.fence, task_id
         self.touches(life)
+        starts = self._starts.setdefault((held.key, epoch), [])
+        starts.append(held._since_us)
         if rate is not None:
-            starts = self._starts.setdefault((held.key, epoch), [])
-            starts.append(held._since_us)
             starts.sort()
             for first, later in zip(starts, starts[rate[0] :]):
                 if later - first < round(rate[1] * US):
@@ -119,10 +119,18 @@ class Checker:
                 if life.has_ended and not life.process.is_dead and is_same and is_told:
                     self.world.broken(f"{key}: {life.held.token} has ended, and its lock is not free")
 
-    def watch(self, key: str, limit: int, rate: tuple[int, float] | None, most_s: float) -> None:
+    def watch(
+        self,
+        key: str,
+        limit: int,
+        rate: tuple[int, float] | None,
+        most_s: float,
+        *,
+        is_paused: bool = False,
+    ) -> None:
         """No line stands beside a lock that a call may have for longer than promised."""
         now_us = self.world.now_us
-        is_held = not self.in_line(key) or len(self.holders(key, "")) >= limit
+        is_held = is_paused or not self.in_line(key) or len(self.holders(key, "")) >= limit
         if rate is not None:
             since_us = now_us - round(rate[1] * US)
             starts = [at for (of, _), all_ in self._starts.items() if of == key for at in all_]

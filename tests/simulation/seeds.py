@@ -13,7 +13,7 @@ from itertools import chain
 import pytest
 
 from tests.bounds import bound
-from tests.simulation import calls, locks, newest
+from tests.simulation import calls, live, locks, newest
 from tests.simulation.checker import explained, told
 from tests.simulation.planted import PLANTED
 from tests.simulation.scheduler import World
@@ -24,6 +24,7 @@ SEEDS = {
     locks.play: bound(800, full=8_000, deep=500_000),
     calls.play: bound(200, full=2_000, deep=500_000),
     newest.play: bound(20, full=1_500, deep=300_000),
+    live.play: bound(30, full=1_000, deep=200_000),
 }
 FOUND_WITHIN = 700
 
@@ -40,17 +41,17 @@ def first_bad(play: Callable[[int], World], seeds: Iterable[int]) -> World | Non
     return next((world for seed in seeds if (world := play(seed)).violations), None)
 
 
-@pytest.mark.parametrize("play", SEEDS, ids=["locks", "calls", "newest"])
+@pytest.mark.parametrize("play", SEEDS, ids=["locks", "calls", "newest", "live"])
 def test_simulated_world_keeps_every_promise(play):
     """Thousands of worlds, each with faults of its own; SEED=n plays one of them."""
     world = first_bad(play, [int(SEED)] if SEED else range(SEEDS[play]))
     assert world is None, explained(world)
 
 
-@pytest.mark.parametrize("play", SEEDS, ids=["locks", "calls", "newest"])
+@pytest.mark.parametrize("play", SEEDS, ids=["locks", "calls", "newest", "live"])
 def test_seed_has_one_history(play):
     """Also in another process, without hiredis, after other seeds, and where sets have another order."""
-    seeds = range(5 if play is newest.play else 20)
+    seeds = range(5 if play in (newest.play, live.play) else 20)
     here = {seed: _digest(play(seed)) for seed in seeds}
     assert {seed: _digest(play(seed)) for seed in seeds} == here
     said = (

@@ -419,6 +419,7 @@ class Redis:
         self.lost_at: list[int] = []
         self.came_back_older = False
         self.after: Callable[[], None] = lambda: None
+        self.on_script: Callable[[str, Sequence[bytes], Reply], None] = lambda *_told: None
         self._draw = random.Random(world.seed)  # apart: the history of other seeds stays
         self._loses_parked = self._draw.choice((False, False, True))
 
@@ -488,6 +489,7 @@ class Redis:
         key = words[2].decode().removesuffix(":line").removesuffix(":holder")
         name = _NAMES.get(known.sha, "a script")
         self.world.note("has", name, "say", _briefly(reply), key=key)
+        self.on_script(name, words[2 + count :], reply)
         if name == "park" and self._loses_parked and words[2 + count + 2] not in (b"", ORIGINAL.encode()):
             self.world.at(self.world.now_us + self._draw.randrange(US), self.lose)  # of a call that was woken
         return reply

@@ -51,6 +51,7 @@ class Broker:
         self.failed_for: dict[str, tuple[int, Process]] = {}
         self.on_refused: Callable[[str], None] = lambda _task_id: None
         self.on_taken: Callable[[Any], None] = lambda _message: None
+        self.has_operator = False  # who sets live terms: else no worker reads them, and no history has that
         self.travel_s = 0.0  # for which a message that it has taken is on its way
         # Processes that died unheard when their call had parked: in which epoch, and when.
         self.parked: dict[Process, tuple[int, int]] = {}
@@ -164,6 +165,12 @@ class _Consumer(SimpleNamespace):
     __hash__ = object.__hash__
 
 
+class _Sweep(Sweep):
+    def _read_terms(self, app: Celery) -> None:
+        if Channel.broker.has_operator:
+            super()._read_terms(app)
+
+
 class Worker:
     """A parent and its children, each a process with an app of its own."""
 
@@ -189,7 +196,7 @@ class Worker:
         self.consumer = self._consumer()
         self.handlers: dict[str, Any] = {}
         self.tag = 0
-        sweep = Sweep(SimpleNamespace(app=self.app, consumer=self.consumer))
+        sweep = _Sweep(SimpleNamespace(app=self.app, consumer=self.consumer))
         sweep.start(sweep._worker)
         for _ in range(self.count):
             self.fork()
@@ -216,7 +223,9 @@ class Worker:
             self.unacked[self.tag] = raw
             self.broker.may_double(self.tag, self.unacked)
             self.world.note("receives", raw["headers"]["id"], raw["headers"]["task"])
-            message = virtual.Message(pickle.loads(pickle.dumps(raw)), channel=self.channel)
+            received = pickle.loads(pickle.dumps(raw))
+            received["properties"]["received"] = self.name, self.world.now_us  # by whom, and when
+            message = virtual.Message(received, channel=self.channel)
             name = message.headers["task"]
             if name not in self.handlers:
                 self.handlers[name] = self.app.tasks[name].start_strategy(self.app, self.consumer)
