@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from celery_setnx import request
-from celery_setnx.call import ended, guard, marking, wake
+from celery_setnx import request, terms
+from celery_setnx.call import delivery, ended, guard, marking, wake
 from celery_setnx.call.back import ComesBack, Waits
 from celery_setnx.lock import held, keeper, lock, verbs
 from celery_setnx.lock import newest as generations
@@ -36,7 +36,7 @@ from celery_setnx.run import (
     sweep,
 )
 from celery_setnx.run.decide import Ask, End, Facts
-from tests.simulation import calls, locks, newest
+from tests.simulation import calls, live, locks, newest
 from tests.simulation.scheduler import World
 from tests.simulation.substitutes import monotonic
 
@@ -433,6 +433,72 @@ def no_quiet_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(marking.Replacing, "delayed", lambda _of, call, _found: (call, {}))
 
 
+def hash_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sweep reads the terms of tasks."""
+    monkeypatch.setattr(sweep, "read_live_terms", lambda *_args: [])
+
+
+def terms_not_carried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A delivery does not bring the terms of its task to the child."""
+    monkeypatch.setattr(delivery, "_live_terms", lambda *_args: "")
+
+
+def scope_not_roused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are not looked at when the terms of their task have changed."""
+    monkeypatch.setattr(sweep, "rouse", lambda *_args: 0)
+
+
+def key_not_roused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line is not looked at when the terms of its key have changed."""
+    monkeypatch.setattr(terms, "let_others_go_on", lambda *_args: False)
+
+
+def pause_of_key_not_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call does not ask for the terms of its key when nobody waits there."""
+    plant(
+        monkeypatch,
+        verbs.ACQUIRE,
+        "LINE, MARK, TICKET, PERMITS, TERMS) > 0",
+        "LINE, MARK, TICKET, PERMITS) > 0",
+    )
+
+
+def paused_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is refused in a pause loses its place, as if it had not come."""
+    plant(
+        monkeypatch,
+        verbs.ACQUIRE,
+        "line.put_back(p.heir, 'unsent')",
+        "line.put_back(p.heir, 'missed', 6000000)",
+    )
+
+
+def ended_term_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A term that is over counts until another takes its place."""
+    for script in (verbs.ACQUIRE, verbs.SERVE, PARK, verbs.RELEASE):
+        plant(monkeypatch, script, "if field and #till < 18 and now < tonumber(till) then", "if field then")
+
+
+def override_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts for a while stands beside the lock as the task's own."""
+    plant(
+        monkeypatch,
+        PARK,
+        "note_permits(PERMITS, known, seen.top, own, remember)",
+        "note_permits(PERMITS, known, seen.top, terms, remember)",
+    )
+
+
+def all_are_skipped_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `auto` no call waits in a pause."""
+    monkeypatch.setattr(attempt.Attempt, "_may_wait_alone", lambda _attempt: False)
+
+
+def retry_is_skipped_in_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that has begun is skipped as a new one is."""
+    monkeypatch.setattr(decide.Facts, "may_be_its_start", False)
+
+
 class Planted(NamedTuple):
     """A defect, the scenario that finds it, and a seed by which it does at present: it is played first."""
 
@@ -491,4 +557,14 @@ PLANTED = [
     Planted(partial(newest.play, task="debounced"), place_without_call, 4),
     Planted(partial(newest.play, task="newest"), equal_to_an_older, 6),
     Planted(partial(newest.play, task="debounced"), no_quiet_time, 0),
+    Planted(partial(live.play, task="waits"), hash_not_read, 2),
+    Planted(partial(live.play, task="waits"), terms_not_carried, 5),
+    Planted(partial(live.play, task="waits"), scope_not_roused, 8),
+    Planted(partial(live.play, task="waits"), key_not_roused, 10),
+    Planted(partial(live.play, task="skips"), pause_of_key_not_heeded, 0),
+    Planted(partial(live.play, task="waits"), paused_is_passed_over, 8),
+    Planted(partial(live.play, task="few"), ended_term_counts, 0),
+    Planted(partial(live.play, task="few"), override_is_noted, 2),
+    Planted(partial(live.play, task="autos"), all_are_skipped_in_a_pause, 10),
+    Planted(partial(live.play, task="skips"), retry_is_skipped_in_a_pause, 6),
 ]
