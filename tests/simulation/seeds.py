@@ -24,7 +24,7 @@ SEEDS = {
     locks.play: bound(800, full=8_000, deep=500_000),
     calls.play: bound(200, full=2_000, deep=500_000),
     newest.play: bound(20, full=1_500, deep=300_000),
-    live.play: bound(30, full=1_000, deep=200_000),
+    live.play: bound(16, full=1_000, deep=200_000),
 }
 FOUND_WITHIN = 700
 
