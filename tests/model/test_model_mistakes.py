@@ -62,8 +62,6 @@ OF_LIVE_TERMS = {
     "a retry passes a pause": ("claim", "if paused > 0 then", "if paused > 0 and p.kind ~= 'mine' then"),
     "a pause is over before a later start": ("claim", "math.max(start, paused), seen", "paused, seen"),
     "a pause is called a pace": ("claim", "p, 'paused', math", "p, 'paced', math"),
-    "a lock is held for its retry until a pause ends": (
-        "acquire", "math.min(start, now + PAUSE_KEEPS)", "start"),
     "a paused line is not looked at until the pause ends": (
         "terms", "return paused > 0 and math.min(start, now + 30000000) or start", "return start"),
     "a term that has ended counts": ("terms", " and now < tonumber(till) then", " then"),
@@ -79,8 +77,6 @@ OF_LIVE_TERMS = {
     "serve compares a live limit with what is noted": ("serve", "if own ~= terms_in", "if terms ~= terms_in"),
     "release hands on a permit beyond a live limit": (
         "release", "number < limit_of(terms)", "number < limit_of(own)"),
-    "release hands on whatever a live rate says": (
-        "release", "string.find(terms, ':') and not pace", "false"),
     "leave hands on a permit beyond a live limit": (
         "leave", "local _, terms, paused = terms_of", "local terms, _, paused = terms_of"),
 }  # fmt: skip
