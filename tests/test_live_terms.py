@@ -149,7 +149,7 @@ def test_woken_call_gives_back_what_it_was_handed_and_is_not_passed_over(locks, 
 
 
 def test_lock_that_is_held_for_a_retry_lasts_through_a_pause(locks, clock):
-    """For ten minutes each time the retry asks; it resumes with its fence."""
+    """For ten minutes from each time on that the retry asks, and no longer; it resumes with its fence."""
     held = start(locks, "again")
     assert held.hold(30) == "held_for_retry"
     set_term(locks, "pause", 7200)
@@ -157,6 +157,7 @@ def test_lock_that_is_held_for_a_retry_lasts_through_a_pause(locks, clock):
         clock.set(second)
         outcome = of_task(locks, "again", retries=1)
         assert (outcome.paused, outcome.holder.state) == (True, "held_for_retry")
+        assert outcome.holder.deadline == EPOCH / 1e6 + second + 600
         assert serve(locks).heir is None
     clock.set(7300)
     resumed = start(locks, "again", retries=1)

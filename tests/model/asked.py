@@ -390,6 +390,8 @@ def _live_terms(call: Call, draw: random.Random) -> str:
         "rate": f"{pick((1, 2, 3))}/{pick((pace_of(terms_of(call).counts)[1] or 1_500, *PERIODS))}",
     }
     names = draw.sample(("pause", "limit", "rate"), pick((1, 1, 2, 3)))
+    if call.name == "release" and STARTS not in call.keys:  # it hands on nothing if it cannot count
+        names = pick((names, ["rate"]))
     lines = [f"{name} {call.now + pick((*BESIDE, *OF_A_PAUSE))} {values[name]}" for name in names]
     lines = [line + pick(("", " {}", ' {"because":"pause 1 -"}')) for line in lines]
     if draw.random() < 0.3:

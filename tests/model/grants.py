@@ -265,13 +265,13 @@ def _permits_known(call: Call, store: Store, choice: Choice, after: Store) -> St
 def _after_pace(call: Call, store: Store, caller: Caller, choice: Choice) -> Store:
     """It is held for its retry for longer, or gives back what it was handed; the starts last for who asks."""
     turn, retention, (_, terms, paused) = turn_of(call, caller, choice), int(call.told[2]), terms_of(call)
-    start = min(turn.till, call.now + PAUSE_KEEPS) if paused else turn.till
     permit = at(store, choice.number)
     record = permit.holder
     if turn.is_early:
         store = _handed_back(call, store, choice.number)
     elif choice.rank == OWN and record.state == "held_for_retry":
-        longer = min(record.deadline + start - call.now, start + HOUR)
+        to_its_start = min(record.deadline + turn.till - call.now, turn.till + HOUR)
+        longer = call.now + PAUSE_KEEPS if paused else to_its_start
         moved = record._replace(deadline=max(record.deadline, longer))
         store = kept(store, choice.number, moved, retention)
     return starts_last(store, terms, call.now // MS)

@@ -89,7 +89,7 @@ OF_SCRIPTS: list[tuple[str, str, str, dict[str, Any], str, str]] = [
     ("a lock held for a retry is not held on", "acquire", "held_is_kept", HELD,
      "math.max(p.deadline, till), retention", "p.deadline, retention"),
     ("a lock held for a retry is held on for no longer than now", "acquire", "held_is_kept", HELD,
-     "now + PAUSE_KEEPS", "now"),
+     "now + PAUSE_KEEPS or", "now or"),
     ("a body ends a pause sooner", "hold_back", "holding_back_is_the_holders", BACK,
      "if stands >= till then", "if false then"),
     ("a body whose lease has ended holds back", "hold_back", "holding_back_is_the_holders", BACK,

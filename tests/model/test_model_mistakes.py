@@ -77,6 +77,10 @@ OF_LIVE_TERMS = {
     "serve compares a live limit with what is noted": ("serve", "if own ~= terms_in", "if terms ~= terms_in"),
     "release hands on a permit beyond a live limit": (
         "release", "number < limit_of(terms)", "number < limit_of(own)"),
+    "release hands on whatever a live rate says": (
+        "release", "string.find(terms, ':') and not pace", "false"),
+    "a lock is held for its retry no longer than a pause lasts": (
+        "start", "word == 'paused' and now + PAUSE_KEEPS or", ""),
     "leave hands on a permit beyond a live limit": (
         "leave", "local _, terms, paused = terms_of", "local terms, _, paused = terms_of"),
 }  # fmt: skip

@@ -82,7 +82,7 @@ if word == 'held' then
   if linger > 0 then line.ask_again(call.task, since == '0' and now_text() or since, now + linger) end
   return answer(p.till < NEVER and p.till or 0)
 elseif word == 'paced' or word == 'paused' then
-  value, record = put_off(p, word == 'paused' and math.min(start, now + PAUSE_KEEPS) or start, line, retention)
+  value, record = put_off(p, word, start, line, retention)
   return answer(start)
 end
 if word == 'line' then value, record = false, '\n0\n0\nhanded\n' .. now_text() .. '\n' .. first end

@@ -19,13 +19,14 @@ local function note_start(pace, p, fence)
 end
 
 -- Put a call off until its start: who was handed the permit, and has not come just ahead, stands where it stood; what
--- is held for its retry is held for longer, as a broker may bring it often before. Returns value and record.
-local function put_off(p, start, line, retention)
+-- is held for its retry is held for longer, as a broker may bring it often before; in a pause it comes often by itself.
+-- Returns value and record.
+local function put_off(p, word, start, line, retention)
   if p.kind == 'for me' and start - AHEAD > now then
     store(p, 'released', 0, 60000)
     line.put_back(p.heir, 'unsent')
   elseif p.kind == 'mine' and p.state == 'held_for_retry' then
-    local till = math.min(p.deadline + start - now, start + HOUR)
+    local till = word == 'paused' and now + PAUSE_KEEPS or math.min(p.deadline + start - now, start + HOUR)
     return store(p, p.state, math.max(p.deadline, till), retention)
   end
   local is_its = p.kind == 'mine' or p.kind == 'was mine'

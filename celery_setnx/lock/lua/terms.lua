@@ -6,7 +6,7 @@
 -- 'rate 1796... 10/60000000 {}'. They end by themselves. A key's are `<name>:terms`. A task's come with the caller,
 -- behind its own: '3\nlimit ...'.
 
-local PAUSE_KEEPS = 600000000 -- us for which a lock is held on for a retry that a pause delays, each time it asks
+local PAUSE_KEEPS = 600000000 -- us for which a lock is held from now on for a retry that asks in a pause
 
 local function as_limit(value) return string.match(value, '^[1-9]%d?%d?$') and tonumber(value) <= 100 and value end
 local function as_rate(value) return #value < 23 and string.match(value, '^[1-9]%d?%d?%d?/[1-9]%d*$') end
