@@ -13,7 +13,8 @@ from celery import Celery
 from celery_setnx.connection import client_for
 from celery_setnx.exceptions import SetnxError
 from celery_setnx.lock.live import live_terms_of_tasks
-from celery_setnx.lock.names import scope_and_digest
+from celery_setnx.lock.names import live_terms_name, scope_and_digest
+from celery_setnx.lock.scripts import REDIS_ERRORS, translated
 from celery_setnx.log import Log
 from celery_setnx.options import settings_of
 
@@ -65,7 +66,10 @@ def learn(app: Celery, scope: str, text: str, read_at: float) -> None:
 
 def read_live_terms(app: Celery, client: redis.Redis) -> Mapping[str, str]:
     """Read the live terms of all tasks, by scope."""
-    now = time.monotonic()
-    known = KnownTerms(live_terms_of_tasks(client, settings_of(app).prefix), now)
+    now, prefix = time.monotonic(), settings_of(app).prefix
+    try:
+        known = KnownTerms(live_terms_of_tasks(client, prefix), now)
+    except REDIS_ERRORS as error:
+        raise translated(live_terms_name(prefix), error) from error
     app.__dict__[_KNOWN] = known
     return known.texts

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from celery_setnx.lock.names import live_terms_name, scope_and_digest, terms_name
 from celery_setnx.lock.record import US, Holder, clock
-from celery_setnx.lock.scripts import REDIS_ERRORS, Script, translated
+from celery_setnx.lock.scripts import REDIS_ERRORS, Script
 from celery_setnx.lock.verbs import Permit
 from celery_setnx.lock.wire import ask
 from celery_setnx.wording import shortened
@@ -159,14 +159,17 @@ def _changed(client: Any, key: str, scope: str, term: NewTerm) -> Change:
 
 
 def live_terms_of_tasks(client: Any, prefix: str) -> dict[str, str]:
-    """The live terms of all tasks, by scope. Where another program has a value of another type: none."""
+    """The live terms of all tasks, by scope; none where another program has a value of another type.
+
+    Raises redis-py's errors.
+    """
     name = live_terms_name(prefix)
     try:
         found = ask(client, ("HGETALL", name))
     except REDIS_ERRORS as error:
         if str(error).startswith("WRONGTYPE"):
             return {}
-        raise translated(name, error) from error
+        raise
     pairs = list(found.items()) if isinstance(found, dict) else list(zip(found[::2], found[1::2]))
     return {_text(scope): _text(text) for scope, text in pairs}
 

@@ -166,9 +166,9 @@ class _Consumer(SimpleNamespace):
 
 
 class _Sweep(Sweep):
-    def _read_terms(self, app: Celery) -> None:
+    def _read_terms(self, app: Celery, *, changes: bool = True) -> None:
         if Channel.broker.has_operator:
-            super()._read_terms(app)
+            super()._read_terms(app, changes=changes)
 
 
 class Worker:
