@@ -205,7 +205,7 @@ class Calls:
         """A body begins: of a call that has not ended, and of each attempt once."""
         request, held, options = task.request, task.lock, task._guard.options
         rate = (options.terms.starts, options.terms.period_s) if options.rate else None
-        life = self.starts(task, held, options.limit, rate)
+        life = self.has_lock(task, held, options.limit, rate)
         self.began.setdefault(request.id, self.world.now_us)
         has_twin = self.has_twin(task, what)
         if what == "ok" and not has_twin and task.AsyncResult(request.id).state == SUCCESS:
@@ -224,7 +224,7 @@ class Calls:
         earlier_lives.append(life)
         return life
 
-    def starts(self, task: Any, held: HeldLock, limit: int, rate: tuple[int, float] | None) -> Life:
+    def has_lock(self, task: Any, held: HeldLock, limit: int, rate: tuple[int, float] | None) -> Life:
         """A body has a lock, on these terms."""
         return self.checker.begins(held, limit, rate)
 

@@ -140,6 +140,10 @@ class Checker:
         elif now_us - self._free_since.setdefault(key, now_us) > most_s * US:
             self.world.broken(f"{key} is free, and its line has stood there for {most_s} s")
 
+    def goes_on(self, key: str) -> None:
+        """A line goes on, perhaps between two looks."""
+        self._free_since.pop(key, None)
+
     def in_line(self, key: str) -> list[bytes]:
         """Who waits for a lock: not one that was woken in vain, or whose moment in its pool slot is over."""
         line, calls = (self.server.data.keys.get(name.encode()) for name in line_names(key))

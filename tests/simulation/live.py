@@ -97,12 +97,22 @@ class Operator:
             is_end = term in known and rng.random() < 0.7
             known ^= {term} if is_end or term not in known else set()
             self.change(app, *term, is_end=is_end)
+        if "pause" in self.names and rng.random() < 0.5:
+            self.pause_in_silence(app, rng.choice(self.whose))
         sleep(rng.choice((0.0, 3.0, 30.0)) * rng.random())
         for whose in self.whose if rng.random() < 0.7 else ():  # else they end by themselves
             for name in ("pause", "limit", "rate"):
                 self.change(app, whose, name, is_end=True)
 
-    def change(self, app: Celery, whose: Whose, name: Any, *, is_end: bool = False) -> None:
+    def pause_in_silence(self, app: Celery, whose: Whose) -> None:
+        """The last calls come; then none has the line looked at but whoever ends the pause."""
+        self.change(app, whose, "pause", for_s=60.0)
+        sleep(12.0)
+        self.change(app, whose, "pause", is_end=True)
+
+    def change(
+        self, app: Celery, whose: Whose, name: Any, *, is_end: bool = False, for_s: float = 0.0
+    ) -> None:
         """Set a term, or end it; one of which Redis may not have heard is left at that."""
         rng, options = self.random, OPERATED[self.scene.task][0]
         values = {
@@ -110,7 +120,8 @@ class Operator:
             "limit": (1, 3) if options.get("limit", 1) > 1 else (1,),
             "rate": ((1, 1), (1, 4), (3, 2)),
         }
-        for_s, value = rng.choice(self.lasts_s) * rng.random() + 0.001, rng.choice(values[name])
+        drawn_s, value = rng.choice(self.lasts_s) * rng.random() + 0.001, rng.choice(values[name])
+        for_s = for_s or drawn_s
         try:
             if is_end:
                 end_term(app, whose, name, by="ana")
@@ -138,7 +149,7 @@ class LiveCalls(Calls):
         self.stood = [Standing(0, [], [])]
         self.texts: tuple[bytes, ...] = (b"", b"")
         self.handed_us: dict[str, int] = {}  # by task: when it was first handed the permit that it has
-        self.kept_out_us: dict[str, int] = {}  # when a retry has met a pause
+        self.kept_out_us: dict[str, int] = {}  # when a retry whose lock is held for it has met a pause
         self.met_us: dict[str, int] = {}  # when a call has met a conflict, for the last time
         self.starts_us: dict[int, int] = {}  # of bodies, and when their calls were received
         self.operators = 0
@@ -220,7 +231,7 @@ class LiveCalls(Calls):
         except (LockLost, SetnxError) as error:
             self.world.note("holds nobody back", error)
 
-    def starts(self, task: Any, held: HeldLock, limit: int, rate: tuple[int, float] | None) -> Life:
+    def has_lock(self, task: Any, held: HeldLock, limit: int, rate: tuple[int, float] | None) -> Life:
         """A body has a lock: no pause was in its way, and limit and rate were those in force."""
         request, at_us = task.request, held._since_us
         worker, received_us = request.properties["received"]
@@ -246,7 +257,8 @@ class LiveCalls(Calls):
                 ),
             ]
         )
-        return super().starts(task, held, most, None)
+        self.checker.goes_on(self.key)
+        return super().has_lock(task, held, most, None)
 
     def between(self, first_us: int, last_us: int) -> list[Standing]:
         """What stood at some moment of a time."""
@@ -287,33 +299,23 @@ class LiveCalls(Calls):
         count, period_us = _rate_of(live) if live else self.own_rate
         if others or not count or not (of_key or is_known):
             return
-        since_us = max(self.rated_since(live, at_us), *self.server.lost_at, 0)
+        # Of the key, or of its task, whichever it is: the other may have said the same before.
+        part = {"of_task": []} if of_key else {"of_key": []} if live else {}
+        stood = [each._replace(**part) for each in self.stood]
+        since_us = max(_rated_since(stood, live, at_us), *self.server.lost_at, 0)
         if not of_key:
             since_us += round(READ_S * US)
         later = (at for at, received in self.starts_us.items() if (at if of_key else received) > since_us)
         if (found := sum(at_us - period_us < at <= at_us for at in later)) > count:
             self.world.broken(f"{held.token} is start {found} in {period_us / US} s, and the rate is {count}")
 
-    def rated_since(self, rate: str, until_us: int) -> int:
-        """Since when this live rate has counted; nothing: the task's own."""
-        for standing in reversed(self.stood):
-            first_us = standing.since_us
-            if first_us >= until_us:
-                continue
-            if standing.value("rate", until_us - 1) != rate:
-                return until_us
-            if standing.value("rate", first_us) != rate:  # another has ended by itself
-                ends = {_us(term.until) for terms in standing[1:] for term in terms if term.name == "rate"}
-                return max(end for end in ends if end < until_us)
-            until_us = first_us
-        return 0
-
     def meets(self, request: Any, holder: Holder) -> None:
         """A call meets a conflict, or a pause."""
         super().meets(request, holder)
         self.comes(request.id)
         self.met_us[request.id] = self.world.now_us
-        if request.retries and holder.state in ("paused", "held_for_retry"):
+        comes_back = request.retries and OPERATED[self.task][0].get("hold_on_retry")  # others stand in line
+        if comes_back and holder.state in ("paused", "held_for_retry"):
             self.kept_out_us[request.id] = self.world.now_us
 
     def comes(self, task_id: str) -> None:
@@ -356,6 +358,21 @@ class LiveCalls(Calls):
 
 def _us(seconds: float) -> int:
     return round(seconds * US)
+
+
+def _rated_since(stood: list[Standing], rate: str, until_us: int) -> int:
+    """Since when this live rate has counted; nothing: the task's own."""
+    for standing in reversed(stood):
+        first_us = standing.since_us
+        if first_us >= until_us:
+            continue
+        if standing.value("rate", until_us - 1) != rate:
+            return until_us
+        if standing.value("rate", first_us) != rate:  # another has ended by itself
+            ends = {_us(term.until) for terms in standing[1:] for term in terms if term.name == "rate"}
+            return max(end for end in ends if end < until_us)
+        until_us = first_us
+    return 0
 
 
 def _rate_of(value: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ worker's timer and the result backend's code. Simulated are the broker, the pool
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import random
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from kombu.exceptions import OperationalError
 from kombu.transport import memory, virtual
 
 import celery_setnx.request  # noqa: F401 - Celery imports it by name, too late for the door
+from celery_setnx.call.live import _KNOWN, KnownTerms
 from celery_setnx.run.park import Parked
 from celery_setnx.run.sweep import Sweep
 from tests.simulation import substitutes
@@ -169,6 +171,8 @@ class _Sweep(Sweep):
     def _read_terms(self, app: Celery, *, changes: bool = True) -> None:
         if Channel.broker.has_operator:
             super()._read_terms(app, changes=changes)
+        else:  # nobody need ask
+            app.__dict__[_KNOWN] = KnownTerms(read_at=math.inf)
 
 
 class Worker:
