@@ -146,7 +146,7 @@ def is_about_a_permit(call: Call, found: Played) -> bool:
 def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     """Its own, or that which is kept for it, then the first that is free, or else the one that ends first.
 
-    The reply says how many others may be had now, and which is held for longest.
+    The reply says how many others may be had now, which is held for longest, and the limit that counts.
     """
     if not is_about_a_permit(call, found):
         return True
@@ -165,10 +165,10 @@ def chooses_the_best_permit(script: Script, call: Call, found: Played) -> bool:
     promised = sum(is_to_come(permit, call.now) for n, permit in enumerate(permits) if n != choice.number)
     if earliest_start(found.after.starts, terms, call.now, promised, AHEAD):
         spare = 0
-    if longest is None:
-        return (int(reply[9]), reply[10:]) == (spare, [None, None, "0"])
-    told = [permits[longest].value, said_of(permits[longest], call.now), str(longest)]
-    return (int(reply[9]), reply[10:]) == (spare, told)
+    told = [None, None, "0"]
+    if longest is not None:
+        told = [permits[longest].value, said_of(permits[longest], call.now), str(longest)]
+    return (int(reply[9]), reply[10:]) == (spare, [*told, str(limit_of(terms))])
 
 
 class Turn(NamedTuple):
