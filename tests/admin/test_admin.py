@@ -257,14 +257,14 @@ def test_user_who_may_not_pause_sees_what_is_paused(browser, shop, live):
         "paused",
         "limited to 1 at a time",
     ]
-    ends = [browser.url_of(term(what) + "//a[@class='button']") for what in ("paused", "limited", "slowed")]
+    ends = [browser.url_of(term(what) + "//a[@class='button']") for what in ("paused", "at a time", "starts")]
     browser.click(row(key) + "//a[1]")
     pauses = [browser.url_of(f"//a[.='Pause {what}']") for what in ("this key", "the task")]
     here = browser.driver.current_url.removeprefix(browser.url)
     for user in ("bob", "dora"):
         browser.log_in(user)
         browser.go(LOCKS)
-        assert "slowed to 10 in 60 s" in browser.text(term("all calls of orders.tasks.settle"))
+        assert "limited to 10 starts in 60 s" in browser.text(term("all calls of orders.tasks.settle"))
         for page in (LOCKS, here):
             browser.go(page)
             for told in ("paused", "ana on ops1", "partner down"):
