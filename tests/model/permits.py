@@ -101,6 +101,11 @@ def terms_in(store: Store) -> str:
     return store.known.text.split()[1] if store.known else "1"
 
 
+def in_use(store: Store) -> int:
+    """How many permits may have keys, as far as the server knows."""
+    return int(store.known.text.split()[0]) if store.known else 1
+
+
 def limit_of(terms: str) -> int:
     """How many permits there are: `5`, or `5:50/2000000`."""
     return int(terms.partition(":")[0])

@@ -17,6 +17,7 @@ from tests.model.permits import (
     earliest_start,
     ends,
     heir_of,
+    in_use,
     is_to_come,
     limit_of,
     pace_of,
@@ -209,7 +210,7 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
 
 
 def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
-    """A task that parks notes its terms. A service notes new terms if it hands over a permit."""
+    """A task that parks notes its terms. So does a service that hands a permit over, if they are new, or it is."""
     if call.name not in ("park", "serve") or found.error:
         return True
     known = call.store.known
@@ -217,7 +218,9 @@ def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
         service = _service_of(call) if call.name == "serve" else None
         if service is None:
             known = _noted(call, int(call.told[5]), found.after)
-        elif service.heir is not None and terms_of(call).own != terms_in(call.store):
+        elif service.heir is not None and (
+            terms_of(call).own != terms_in(call.store) or service.number >= in_use(call.store)
+        ):
             known = _noted(call, up(service.until - call.now, MS) + int(call.told[2]), found.after)
     return found.after.known == known
 
