@@ -461,7 +461,7 @@ def _words(call: Call) -> dict[int, Sequence[Any]]:
             1: ("pause", "limit", "rate"), 2: (0, 0, 1, 1_500, PAUSE_KEEPS, 2 * HOUR), 3: ("-", "2 {}"),
         },
         "serve": {4: ("", *tokens, *TOKENS[:2]), 5: ("", *heirs, *TASKS), 6: ("", "", "unsent")},
-        "park": {1: (0, 1, 2), 2: (*[""] * 4, *copies), 7: (0, 1)},
+        "park": {1: (0, 1, 2), 2: (*[""] * 4, *copies), 7: (0, 1), 9: (0, 0, 1)},
         "leave": {
             1: (0, 1, 2), 2: copies, 4: (0, 1), 5: ("left", *tokens, *own), 6: (0, 3 * SECOND),
             8: ("", "", 1, 1_234_567),

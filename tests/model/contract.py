@@ -23,7 +23,7 @@ KNOWN_WORDS = {
     "renew": "renewed repaired gone lost",
     "release": "released resting repaired held_for_retry gone lost",
     "hold": "held_for_retry released resting handed failed gone lost",
-    "park": "new parked handed stale taken more",
+    "park": "new parked handed stale taken crowded more",
     "leave": "left stale more",
     "serve": "handed taken_over held empty more FOREIGNRECORD",
     "free": "released repaired gone lost more",

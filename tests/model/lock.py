@@ -234,11 +234,12 @@ class Lock:
         remember: int,
         terms: str = "0",
         shared: str = "0",
+        alone: str = "0",
         count: int = 1,
     ) -> Answer:
         """lua/park.lua."""
         keys = (LOCK, RECORD, LINE, CALLS, ticket_name(task), PERMITS, NEWEST, TERMS, *others(count))
-        told = task, attempt, copy, since, call, remember, terms, shared
+        told = task, attempt, copy, since, call, remember, terms, shared, "0", alone
         return self._run("park#" if count > 1 else "park", store, now, keys, *told)
 
     def leave(

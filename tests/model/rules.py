@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.model.line import waiter
+from tests.model.line import waiter, waiting
 from tests.model.lock import Call
 from tests.model.permits import at
 from tests.model.store import NUMBER, SECOND, Store, seconds, task_of
@@ -139,11 +139,13 @@ def _of_leave(call: Call, store: Store) -> str:
 
 
 def _of_park(call: Call, store: Store) -> str | None:
-    task, attempt, copy, *_, shared = call.told
+    (task, attempt, copy), (shared, _, alone) = call.told[:3], call.told[7:]
     if is_stale(call, attempt, copy):
         return "stale"
     if is_anothers(call, shared):
         return "taken"
+    if alone == "1" and waiting(call.store) and all(who != task for _, who in call.store.line.places):
+        return "crowded"
     if is_heir(call, task):
         return None  # `handed`, if it is its turn
     ticket = dict(call.store.tickets).get(task)

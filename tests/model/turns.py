@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tests.model.contract import Clause, Played
     from tests.simulation.scripts import Script
 
-REFUSED = ("more", "stale", "taken")
+REFUSED = ("more", "stale", "taken", "crowded")
 TURNS = ("serve", "park", "look", "forget")
 
 
@@ -119,7 +119,7 @@ def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
     """A task's ticket says which attempt waits, and how often it was woken and did not come.
 
     A courier may find that its call has begun, and was never woken in vain. Then the ticket is kept for a
-    shorter time. Other tickets stay.
+    shorter time. Who does not wait, as another call does, has begun. Other tickets stay.
     """
     if call.name != "park" or found.error:
         return True
@@ -128,6 +128,8 @@ def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
     if found.word not in REFUSED:
         text = f"{attempt}||{_misses_of(call)}"
         tickets[task] = Ticket(text, ms)
+    elif found.word == "crowded":
+        tickets[task] = Ticket(f"{attempt}|{copy}|0", ms)
     elif (found.word, copy) == ("stale", ""):
         ticket = tickets[task]
         if (ticket.attempt, ticket.misses) == (int(attempt), "0"):
@@ -137,7 +139,7 @@ def has_its_ticket(script: Script, call: Call, found: Played) -> bool:
 
 def _misses_of(call: Call) -> str:
     """A task's misses: as its own place says, or else the ticket of this attempt."""
-    task, attempt, *_, shared = call.told
+    task, attempt, shared = call.told[0], call.told[1], call.told[7]
     known, ticket = waiter(call.store, task), dict(call.store.tickets).get(task)
     if known is not None and not is_anothers(call, shared):
         return str(known.misses)
@@ -210,7 +212,7 @@ def has_its_turn(script: Script, call: Call, found: Played) -> bool:
 
 
 def notes_the_terms(script: Script, call: Call, found: Played) -> bool:
-    """A task that parks notes its terms. So does a service that hands a permit over, if they are new, or it is."""
+    """A task that parks notes its terms. A service notes new ones, or a new permit, if it hands that over."""
     if call.name not in ("park", "serve") or found.error:
         return True
     known = call.store.known
