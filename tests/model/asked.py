@@ -100,6 +100,24 @@ def explored_calls() -> dict[str, list[Call]]:
     return {verb: random.Random(1).sample(list(calls), len(calls)) for verb, calls in found.items()}
 
 
+def seldom_met(verb: str) -> list[Call]:
+    """Calls that are hardly ever drawn: a woken one finds all permits within the limit held, and one beyond
+    it kept for another.
+    """
+    found = []
+    for call in explored_calls()["acquire#"] if verb == "acquire#" else ():
+        ticket, deadline = dict(call.store.tickets).get(task_of(call.told[0])[0]), call.now + 5 * SECOND
+        if call.told[5] == "-" or not call.store.others or ticket is None or ticket.begun_by:
+            continue
+        store, held = call.store, {"value": seconds(deadline), "expiry": deadline // MS + 1_000}
+        for number, state, heir in ((0, "running", ""), (1, "handed", "z")):
+            record = Record("z|0|9", deadline, 1, state, call.now - SECOND, heir)
+            held |= {"record": record, "record_expiry": deadline // MS + 1_000}
+            store = at(at(store, number)._replace(**held), number)
+        found.append(_with(call, {9: ticket.attempt, 10: "1"})._replace(store=store))
+    return found[:20]
+
+
 def odd_calls(verb: str, count: int) -> list[Call]:
     """So many calls of a script that no scenario makes."""
     return [_odd(call, seed) for seed, call in enumerate(islice(cycle(explored_calls()[verb]), count))]

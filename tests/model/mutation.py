@@ -21,7 +21,7 @@ from lupa import lua51
 
 from celery_setnx.lock.scripts import assembled
 from tests.bounds import bound
-from tests.model.asked import CHANGES, explored_calls, odd_calls
+from tests.model.asked import CHANGES, explored_calls, odd_calls, seldom_met
 from tests.model.contract import KNOWN_WORDS, Played, broken_clause, played
 from tests.model.dues import Schedule
 from tests.model.layout import laid_out
@@ -303,7 +303,7 @@ def calls_of(verb: str) -> list[tuple[Call, Played, Played]]:
     also on a full server.
     """
     many = OF_EACH * len(CHANGES[verb.rstrip("#")]) // 2
-    calls = odd_calls(verb, many) + explored_calls()[verb][:OF_EACH]
+    calls = odd_calls(verb, many) + explored_calls()[verb][:OF_EACH] + seldom_met(verb)
     right, seen = script(TEXTS[verb]), Counter[object]()
     found = []
     for call in calls:
