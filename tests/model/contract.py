@@ -54,7 +54,10 @@ REFUSES = (
 WRITES = [name for name, (_, writes, *_) in COMMANDS.items() if writes]
 NOT_TOLD = ("-", "0", "0", "0", "0", "1", "0", "0")
 """What an acquire has no words for, as its call has not waited, and has plain terms."""
-ALLOWED_ON_FULL = ("renew", "release", "hold", "park", "leave", "serve", "free", "if_same", "forget")
+ALLOWED_ON_FULL = (
+    *("renew", "release", "hold", "park", "leave", "serve", "free", "if_same", "forget"),
+    *("change_terms", "hold_back"),
+)
 """What a server allows whose memory is full: none of these grants a lock."""
 
 
