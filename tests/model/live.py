@@ -31,13 +31,16 @@ from tests.model.line import AWAY
 from tests.model.lock import TEXTS
 from tests.model.newest import LEASE, ORIGINAL, PAST, REMEMBER_MS, SWEEP, Keys, Message
 from tests.model.store import MS, SECOND, seconds
+from tests.model.terms import PAUSE_KEEPS
 from tests.simulation.scripts import script
 from tests.simulation.server import Entry, Server
 
 OF_TASKS = b"terms of tasks"
 SHORT, LONG, LONGER = (START + count * SECOND for count in (20, 7_200, 14_400))  # when a term ends
 SOON = START + 30 * SECOND  # by when somebody looks at a line in a pause
-HELD_ON = START + LEASE + SECOND  # the deadline of what is held on for a retry
+HELD = PAUSE_KEEPS // 2  # for which a lock is held for a retry
+HELD_ON = START + PAUSE_KEEPS  # until when it is held on, for one that has asked in a pause
+LATEST = START + LEASE + SECOND  # of deadlines: that a later one is later makes no difference
 REFUSED = {"paused": "is paused", "paced": "is paced", "held": "is refused", "line": "is refused"}
 IN_LINE = (LINE, CALLS)
 Names = tuple[bytes, ...]
@@ -370,7 +373,7 @@ class Live:
             yield _event("ends", process), joined(ended, leaves)
 
     def _holds(self, scene: Scene, process: Process) -> Iterator[Step]:
-        told = process.token, LEASE, REMEMBER_MS
+        told = process.token, HELD, REMEMBER_MS
         for after, reply in self.answers(scene, "hold", pair(process.permit), *told):
             yield _event("holds it", process, reply[0]), after
 
@@ -569,7 +572,7 @@ def _canonical(keys: Mapping[bytes, Entry]) -> Keys:
         if name.startswith(RECORD):
             token, deadline, _, state, _, info = value.decode().split("\n", 5)
             token = "|0|0" if deadline == "0" and state == "released" else token
-            deadline = str(min(int(deadline), HELD_ON))
+            deadline = str(min(int(deadline), LATEST))
             value = "\n".join((token, deadline, "1", state, str(START), info)).encode()
         if name == STARTS:
             value = tuple((float(START), b"%d#9#%d" % (START, n)) for n in range(len(value)))
