@@ -11,6 +11,7 @@ import redis
 from prometheus_client import CollectorRegistry, start_http_server
 
 from celery_setnx import metrics
+from celery_setnx.terms import NewTerm, Whose, set_term
 from tests.conftest import LOCK_DB, emptied
 from tests.harness import GATE_S, Journal, Worker, wait_until
 from tests.monitoring.dashboard import MONITORING
@@ -89,6 +90,7 @@ def play(scenes: Callable[[], Any], prometheus: Prometheus) -> None:
         getattr(scenes(), name)()
     for _ in range(2):
         paced.delay("one").get(timeout=60)
+    set_term(paced.app, Whose(scope=PACED), NewTerm("pause", 600))
     scenes().duplicate()
 
 

@@ -11,7 +11,7 @@ import yaml
 from tests.docs.pages import DOCS
 from tests.harness import wait_until
 from tests.monitoring import picture
-from tests.monitoring.conftest import MARKED, WORK
+from tests.monitoring.conftest import MARKED, PACED, WORK
 from tests.monitoring.dashboard import MONITORING, Query, panels, queries
 
 pytestmark = pytest.mark.timeout(600)  # the first has to start it all
@@ -29,6 +29,7 @@ HAPPENED = {
     ("CelerySetnxTakenOver", WORK): "took a lock over from a dead holder",
     ("CelerySetnxProcessDied", WORK): "a pool process died while it had a lock",
     ("CelerySetnxMarkLapsed", MARKED): "a queued call outlived its mark",
+    ("CelerySetnxPausedLong", PACED): "calls have been paused for a day",
 }
 
 
