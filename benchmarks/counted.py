@@ -7,8 +7,8 @@ of so many calls. A window begins and ends with getsid(2), at which callgrind wr
 has executed, and with an ECHO, at which it does so for the lock server. Commands and bytes are the servers'
 own figures. Nothing of ours is imported before that import has been counted.
 
-Garbage collections, sweeps, timed looks and kombu's own looks come by the clock or by chance: there are none.
-Messages and records name the host: all hosts have one name here.
+Garbage collections, sweeps, timed looks, readings of live terms and kombu's own looks come by the clock or by
+chance: there are none. Messages and records name the host: all hosts have one name here.
 """
 
 from __future__ import annotations
@@ -288,9 +288,10 @@ def workers(windows: Windows) -> None:
 
 def our_workers(windows: Windows) -> None:
     """A worker of ours: calls that find their lock free, and then calls that wait in line for it."""
+    from celery_setnx.call import live
     from celery_setnx.run import looks, sweep
 
-    sweep.SWEEP_S = looks.EARLIEST_S = LEASE_S
+    sweep.SWEEP_S = looks.EARLIEST_S = live.FRESH_S = LEASE_S
     _be_worker("our_workers", windows)
 
 

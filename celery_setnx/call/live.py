@@ -21,7 +21,7 @@ from celery_setnx.options import settings_of
 logger = Log("celery_setnx")
 
 _KNOWN = "_setnx_live_terms"
-_FRESH_S = 2.0  # for which a process goes by what it knows; a worker's parent reads as often
+FRESH_S = 2.0  # for which a process goes by what it knows; a worker's parent reads as often
 
 
 class KnownTerms(NamedTuple):
@@ -56,7 +56,7 @@ def learn(app: Celery, scope: str, text: str, read_at: float) -> None:
     known, now = known_live_terms(app), time.monotonic()
     if read_at > known.read_at:
         app.__dict__[_KNOWN] = known = known._replace(texts={**known.texts, scope: text})
-    if max(known.read_at, read_at) < now - _FRESH_S:
+    if max(known.read_at, read_at) < now - FRESH_S:
         try:
             read_live_terms(app, client_for(app))
         except SetnxError as error:  # nor asked for again at once
