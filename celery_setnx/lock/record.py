@@ -57,9 +57,10 @@ class Terms(NamedTuple):
 
 
 PLAIN = Terms()
+"""One at a time, as often as you like."""
+
 UNKNOWN = Terms(0)
 """Those of the last caller count."""
-"""One at a time, as often as you like."""
 
 
 @dataclass(frozen=True)
