@@ -77,9 +77,8 @@ def set_term(app: Celery, whose: Whose, term: NewTerm) -> Change:
     if whose.key and not (whose.key.startswith(f"{settings_of(app).prefix}:{{") and whose.key.endswith("}")):
         raise OptionError(f"{whose.key!r} is no name of a lock of this app's tasks: nobody would heed it")
     change = _changed(app, whose, term._replace(value=_value_of(app, whose, term)))
-    text = "%s: %s"
     now = next(each for each in change.after if each.name == term.name)
-    logger.warning(text, whose, now.told(), extra=fields("by_hand", key=whose.key))
+    logger.warning("%s: %s", whose, now.told(), extra=fields("by_hand", key=whose.key))
     return change
 
 

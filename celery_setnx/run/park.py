@@ -50,9 +50,7 @@ from celery_setnx.run.decide import Place
 from celery_setnx.signals import lock_waiting
 
 logger = Log("celery_setnx")
-_RESUMED_S = (
-    2.0  # after which the line of a paused call is looked at once: its pause may have ended meanwhile
-)
+_RESUMED_S = 2.0  # then a paused call's line is looked at once: its pause may have ended meanwhile
 # One that is superseded asks for the lock once more, and hears of the newer call.
 _NOT_PARKED: dict[str, Place] = {
     "stale": "stale",
