@@ -339,7 +339,7 @@ class LiveCalls(Calls):
             state = result.get("holder", {}).get("state")
             if task_id in self.began and state == "paused":
                 self.world.broken(f"{task_id} was skipped in a pause, and has begun")
-            is_last = all(at_us < self.met_us[task_id] for at_us in self.starts_us)
+            is_last = not left and all(at_us < self.met_us[task_id] for at_us in self.starts_us)
             if self.task == "autos" and state == "paused" and is_last and not self.broker.discarded:
                 self.world.broken(f"{task_id} was skipped in a pause, and none has run after it")
 
