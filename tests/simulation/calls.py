@@ -286,13 +286,12 @@ class Calls:
         """Whether a delivery may have a twin that has run, of which no stored success tells it."""
         request = task.request
         ways = {way for way, task_id in self.broker.failed if task_id == request.id}
-        if "doubled" in ways:
-            # One that the second has overtaken does not know that there is one; and the lock is given back
-            # before its end is stored.
-            stored_us = self.stored_us.get(request.id, self.world.now_us)
+        # The lock is given back before its end is stored.
+        since_us, stored_us = task.lock._since_us, self.stored_us.get(request.id)
+        if "doubled" in ways:  # one that the second has overtaken does not know that there is one
             is_flagged = request._setnx_run.call.again
-            return what != "ok" or not is_flagged or task.lock._since_us <= stored_us
-        return what != "ok" and "unconfirmed" in ways
+            return what != "ok" or not is_flagged or stored_us is None or since_us <= stored_us
+        return "unconfirmed" in ways and (what != "ok" or (stored_us is not None and since_us <= stored_us))
 
     def has_lost_its_parent(self, task_id: str) -> bool:
         """Whether a call was accepted by a worker that has died."""
