@@ -39,6 +39,11 @@ def resume(*whose: str) -> str:
     return f"celery -A APP setnx resume {shlex.join(whose)}"
 
 
+def source(by: object, because: object) -> str:
+    """By whom, and why, as far as that is known, to be put behind what was done."""
+    return (f" by {by}" if by else "") + (f": {because}" if because else "")
+
+
 HELD_BACK = ("paced", "paused")
 """What the state is of a holder that is nobody: a pace, or a pause, lets no call start."""
 

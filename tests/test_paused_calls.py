@@ -140,15 +140,20 @@ def test_one_waits_where_all_would_be_skipped(stage, paused, operator):
     assert stage.starts() == [first.id]
 
 
-def test_retry_in_a_pause_is_not_skipped(stage, operator, journal):
-    """Its call has begun: on_conflict="skip" is about new ones."""
-    task = stage.tasks.persistent
-    result = stage.held(task=task)
+def retried_in_a_pause(stage, operator, journal, result, task) -> None:
+    """A call that runs sends its retry in a pause, which it meets, and which ends then."""
     whose = operator.of(task)
     operator.pause(whose)
     stage.open(2)
     journal.wait_for("postrun", count=2, task_id=result.id)
     operator.resume(whose)
+
+
+def test_retry_in_a_pause_is_not_skipped(stage, operator, journal):
+    """Its call has begun: on_conflict="skip" is about new ones."""
+    task = stage.tasks.persistent
+    result = stage.held(task=task)
+    retried_in_a_pause(stage, operator, journal, result, task)
     assert result.get(timeout=60) == 1
 
 
@@ -157,11 +162,7 @@ def test_retry_behind_others_in_a_pause_is_not_skipped(stage, operator, journal)
     task = stage.tasks.persistent
     result = stage.held(task=task, singleton={"on_conflict": "auto"})
     other = stage.parked(task=task, singleton={"on_conflict": "wait"})
-    whose = operator.of(task)
-    operator.pause(whose)
-    stage.open(2)
-    journal.wait_for("postrun", count=2, task_id=result.id)
-    operator.resume(whose)
+    retried_in_a_pause(stage, operator, journal, result, task)
     assert result.get(timeout=60) == 1
     assert other.get(timeout=60) == 1
 
@@ -170,11 +171,7 @@ def test_lock_that_is_held_for_a_retry_is_its_own_after_the_pause(stage, operato
     """hold_on_retry: nobody else has the key meanwhile."""
     task = stage.tasks.patient
     result = stage.held(task=task)
-    whose = operator.of(task)
-    operator.pause(whose)
-    stage.open(2)
-    journal.wait_for("postrun", count=2, task_id=result.id)
-    operator.resume(whose)
+    retried_in_a_pause(stage, operator, journal, result, task)
     assert result.get(timeout=60) == [result.id, 1]
     first, second = journal.wait_for("start", count=2, task_id=result.id)
     assert first["fence"] == second["fence"]

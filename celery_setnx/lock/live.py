@@ -14,7 +14,7 @@ from celery_setnx.lock.record import US, Holder, clock
 from celery_setnx.lock.scripts import REDIS_ERRORS, Script
 from celery_setnx.lock.verbs import Permit
 from celery_setnx.lock.wire import ask
-from celery_setnx.wording import shortened
+from celery_setnx.wording import shortened, source
 
 CHANGE, HOLD_BACK = Script("change_terms"), Script("hold_back")
 
@@ -62,7 +62,7 @@ class LiveTerm(NamedTuple):
     @property
     def source(self) -> str:
         """By whom, and why, as far as that is known, to be put behind what it means."""
-        return (f" by {self.by}" if self.by else "") + (f": {self.because}" if self.because else "")
+        return source(self.by, self.because)
 
     def told(self) -> str:
         """In a sentence: what, until when, by whom and why."""
@@ -107,8 +107,8 @@ def paused(key: str, of_key: str, of_task: str, until: float, now: float) -> Hol
     own, tasks = (pause_in(live_terms_of(text, now)) for text in (of_key, of_task))
     told = pause_in(filter(None, (own, tasks))) or LiveTerm("pause", until)
     whose = {"scope": scope_and_digest(key)[0]} if told is tasks else {"key": key}
-    source = {name: text for name, text in (("because", told.because), ("by", told.by)) if text}
-    return Holder("", until, 0, "paused", told.since or None, source | whose)
+    who = {name: text for name, text in (("because", told.because), ("by", told.by)) if text}
+    return Holder("", until, 0, "paused", told.since or None, who | whose)
 
 
 def _details(text: str | None) -> dict[str, Any]:

@@ -288,9 +288,8 @@ def _info(text: str, token: str) -> dict[str, Any]:
 
 def _pause(deadline: float | None, info: Mapping[str, Any]) -> str:
     """Whose pause it is, until when, by whom and why; and what ends it."""
-    by, because, scope = info.get("by"), info.get("because"), info.get("scope")
+    scope, source = info.get("scope"), wording.source(info.get("by"), info.get("because"))
     of = f" of all calls of {scope}" if scope else ""
-    source = (f" by {by}" if by else "") + (f": {because}" if because else "")
     ends = wording.resume(str(scope or info.get("key")))
     return f"a pause{of} until {clock(deadline)}{source} ({ends} ends it)"
 
